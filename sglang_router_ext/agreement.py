@@ -1,0 +1,143 @@
+"""compare(): whether a design's result is what the oracle says, as a list of differences in words. The only judge there is.
+
+Bounds, all derived; none is a share of elements that may be wrong. With u = 2^-23 (twice the unit roundoff of fp32, because
+tensor cores truncate where an FPU rounds):
+
+* logit: products of two bf16 are exact in fp32, so the error is that of the additions alone, at most
+  (length of the longest chain of additions) x u x sum|hidden x weight|. The chain is ``hidden / design.chain + 64``.
+* key: the sigmoid's slope is at most 1/4, its own evaluation errs by at most 4 u of a score <= 1, and adding the bias rounds
+  to u x |key|:  logit bound / 4 + 4 u + u |key|.
+* weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and renormalising adds the same again for the sum, plus topk + 4
+  roundings: 2 x (logit bound + 4 u) + (topk + 4) u, relative.
+
+An id may differ from the oracle's only where both keys involved lie within the sum of their bounds of each other. Where two
+experts tie exactly (same fp64 key, logit and bias), no rounding can part them and the lower id must win.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sglang_router_ext import reference
+from sglang_router_ext.contract import MIN_SCORE, PAD_ID, Problem
+from sglang_router_ext.designs import Design, Numerics
+from sglang_router_ext.reference import Truth
+
+U = 2.0**-23
+SHOWN = 3
+
+
+class Result(NamedTuple):
+    """What a design returned; a stage that it does not cover is None."""
+
+    logits: torch.Tensor | None = None  # [rows, experts] fp32
+    ids: torch.Tensor | None = None  # [rows, topk] int32
+    weights: torch.Tensor | None = None  # [rows, topk] fp32
+
+
+def logit_bound(problem: Problem, truth: Truth, design: Design) -> torch.Tensor:
+    """[rows, experts] fp64: the largest error that the design's additions allow; 0 where logits were given to it."""
+    if truth.magnitude is None or design.numerics is Numerics.EXACT_IDS:
+        return torch.zeros_like(truth.logits)
+    return (problem.hidden / design.chain + 64) * U * truth.magnitude.nan_to_num(0.0, 0.0, 0.0)
+
+
+def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> list[str]:
+    """Every difference between ``result`` and the oracle that the design's numerics do not allow; empty means right."""
+    bound = logit_bound(problem, truth, design)
+    found: list[str] = []
+    if result.logits is not None:
+        found += _compare_logits(result.logits, truth, bound)
+    if result.ids is not None:
+        shapes = _check_shapes(result, truth, problem)
+        found += shapes or _compare_selection(result, truth, problem, bound)
+    return found
+
+
+def _first(mask: torch.Tensor, describe) -> list[str]:
+    """Describe the first few places where ``mask`` holds, and count the rest."""
+    places = mask.nonzero().tolist()
+    lines = [describe(*place) for place in places[:SHOWN]]
+    if len(places) > SHOWN:
+        lines[-1] += f" (and {len(places) - SHOWN} more)"
+    return lines
+
+
+def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:
+    if logits.dtype != torch.float32 or logits.shape != truth.logits.shape:
+        return [f"logits: {logits.dtype} {tuple(logits.shape)}, wanted float32 {tuple(truth.logits.shape)}"]
+    got, want = logits.double(), truth.logits
+    finite = want.isfinite() & (truth.magnitude is None or truth.magnitude < 3e38)  # type: ignore[operator]
+    # An input that holds NaN or infinity must not come out as a number.
+    bad = torch.where(finite, ~((got - want).abs() <= bound), got.isfinite())
+    return _first(bad, lambda r, e: f"logits[{r}, {e}]: {got[r, e]:.9g}, wanted {want[r, e]:.9g} +- {bound[r, e]:.2g}")
+
+
+def _check_shapes(result: Result, truth: Truth, problem: Problem) -> list[str]:
+    assert result.ids is not None
+    shape, found = (len(truth.logits), problem.topk), []
+    for name, tensor, dtype in (("ids", result.ids, torch.int32), ("weights", result.weights, torch.float32)):
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            got = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            found.append(f"{name}: {got}, wanted {dtype} {shape}")
+    return found
+
+
+def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: torch.Tensor) -> list[str]:
+    assert result.ids is not None and result.weights is not None
+    ids, weights, valid = result.ids.long(), result.weights.double(), truth.valid
+    found = _first(ids[valid:] != PAD_ID, lambda r, k: f"ids[{valid + r}, {k}]: {ids[valid + r, k]} in a padded row, wanted -1")
+    found += _first(
+        weights[valid:] != 0, lambda r, k: f"weights[{valid + r}, {k}]: {weights[valid + r, k]} in a padded row, wanted 0"
+    )
+    ids, weights = ids[:valid], weights[:valid]
+    outside = (ids < 0) | (ids >= problem.experts)
+    if outside.any():
+        return found + _first(outside, lambda r, k: f"ids[{r}, {k}]: {ids[r, k]} is outside [0, {problem.experts})")
+    ordered = ids.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    found += _first(twice, lambda r: f"ids[{r}]: an expert stands twice in {ids[r].tolist()}")
+    found += _first(~weights.isfinite(), lambda r, k: f"weights[{r}, {k}]: {weights[r, k]} is not finite")
+    if not found:
+        found += _compare_ids(ids, truth, bound[:valid]) + _compare_weights(ids, weights, truth, problem, bound[:valid])
+    return found
+
+
+def _compare_ids(ids: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:
+    """An expert taken or left against the oracle is allowed only within the bounds of the keys at the cut."""
+    keys, logits = truth.keys[: len(ids)], truth.logits[: len(ids)]
+    slack = bound / 4 + 4 * U + U * torch.where(keys.isfinite(), keys.abs(), 0.0)
+    got = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, ids, True)
+    want = torch.zeros_like(got).scatter_(1, truth.ids[: len(ids)], True)
+    found = []
+    for row in (got != want).any(1).nonzero().flatten().tolist():
+        taken = (got[row] & ~want[row]).nonzero().flatten()
+        left = (want[row] & ~got[row]).nonzero().flatten()
+        gap = keys[row, left][:, None] - keys[row, taken][None, :]
+        gap = torch.where(gap.isnan(), 0.0, gap)  # both infinite: a tie
+        allowed = slack[row, left][:, None] + slack[row, taken][None, :]
+        same = (gap == 0) & (logits[row, left][:, None] == logits[row, taken][None, :])
+        wrong = (gap > allowed) | (same & (left[:, None] < taken[None, :]))
+        if wrong.any():
+            a, b = wrong.nonzero()[0].tolist()
+            found.append(
+                f"ids[{row}]: expert {taken[b]} taken instead of {left[a]}, whose key is higher by {gap[a, b]:.3g}"
+                f" (allowed {allowed[a, b]:.3g}; margin {truth.margin[row]:.3g})"
+            )
+    return found[:SHOWN]
+
+
+def _compare_weights(
+    ids: torch.Tensor, weights: torch.Tensor, truth: Truth, problem: Problem, bound: torch.Tensor
+) -> list[str]:
+    """Weights are judged for the ids that the design chose, so that a near-tie counts once."""
+    want = reference.weigh(problem, truth.scores[: len(ids)], ids)
+    relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (problem.topk + 4) * U
+    # Scores at the smallest normal float32 may fall to 0 on either side of it.
+    floor = 0.0 if not problem.renormalize else problem.topk * MIN_SCORE
+    total = truth.scores[: len(ids)].gather(1, ids).nan_to_num(0.0).sum(1, keepdim=True)
+    bad = ((weights - want).abs() > relative * want + 2 * MIN_SCORE) & (total > 16 * floor)
+    bad |= (total == 0) & (weights != 0)
+    return _first(bad, lambda r, k: f"weights[{r}, {k}]: {weights[r, k]:.9g}, wanted {want[r, k]:.9g}")

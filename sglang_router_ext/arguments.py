@@ -1,0 +1,91 @@
+"""Checks of tensors against the contract, before any launch. Each refusal names the argument, what came and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.designs import TABLE
+
+VECTOR_BYTES = 16
+
+
+def describe(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
+
+
+def check_tensor(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
+    """``tensor`` is of ``dtype`` and ``shape`` (None: any size) on ``device``, its last dimension dense."""
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    allowed = f"{str(dtype).removeprefix('torch.')} [{sizes}] on {device}, last dimension contiguous"
+    fits = (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == dtype
+        and tensor.dim() == len(shape)
+        and all(want is None or size == want for size, want in zip(tensor.shape, shape, strict=True))
+        and tensor.device == device
+        and (tensor.numel() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1)
+    )
+    expect(fits, name, describe(tensor), allowed)
+
+
+def check_vector_rows(name: str, tensor: torch.Tensor) -> None:
+    """Every row of ``tensor`` starts on a 16-byte boundary, as vector loads need."""
+    stride_bytes = tensor.stride(0) * tensor.element_size() if len(tensor) > 1 else 0
+    aligned = tensor.data_ptr() % VECTOR_BYTES == 0 and stride_bytes % VECTOR_BYTES == 0
+    got = f"{describe(tensor)} at address {tensor.data_ptr() % VECTOR_BYTES} modulo {VECTOR_BYTES}"
+    expect(aligned, name, got, f"rows that start at multiples of {VECTOR_BYTES} bytes")
+
+
+def check_cuda(name: str, tensor: object) -> None:
+    expect(isinstance(tensor, torch.Tensor) and tensor.is_cuda, name, describe(tensor), "a CUDA tensor")
+
+
+def check_gate(design: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """``hidden`` [rows, hidden] and ``weight`` [experts, hidden] fit the contract and the row of ``design``."""
+    row = TABLE[design]
+    check_cuda("hidden", hidden)
+    check_tensor("hidden", hidden, torch.bfloat16, (None, None), hidden.device)
+    check_tensor("weight", weight, torch.bfloat16, (None, hidden.shape[1]), hidden.device)
+    expect(len(hidden) in row.rows, "hidden", f"{len(hidden)} rows", f"{row.rows} rows for {design}")
+    size, multiple = hidden.shape[1], row.hidden_multiple
+    fits = size >= 1 and size % multiple == 0 and (row.max_hidden is None or size <= row.max_hidden)
+    limit = "" if row.max_hidden is None else f", at most {row.max_hidden}"
+    expect(fits, "hidden", f"hidden size {size}", f"multiples of {multiple}{limit} for {design}")
+    if multiple > 1:
+        check_vector_rows("hidden", hidden)
+        check_vector_rows("weight", weight)
+
+
+def check_selection(
+    design: str,
+    problem: Problem,
+    logits: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_token_non_padded: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """``logits`` (None where the design makes them itself), ``bias`` and padding fit the contract and the row of ``design``."""
+    row = TABLE[design]
+    assert row.max_experts is not None and row.max_topk is not None
+    expect(problem.experts <= row.max_experts, "experts", problem.experts, f"at most {row.max_experts} for {design}")
+    expect(problem.topk <= row.max_topk, "topk", problem.topk, f"at most {row.max_topk} for {design}")
+    expect(problem.score in row.scores, "score", problem.score, f"{' | '.join(row.scores)} for {design}")
+    expect(problem.groups == 1, "groups", problem.groups, f"1 for {design}")
+    expect(problem.shared == 0, "shared", problem.shared, f"0 for {design}")
+    if logits is not None:
+        check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
+    check_tensor("bias", bias, torch.float32, (problem.experts,), device)
+    if num_token_non_padded is not None:
+        expect(
+            isinstance(num_token_non_padded, torch.Tensor)
+            and num_token_non_padded.dtype == torch.int32
+            and num_token_non_padded.numel() == 1
+            and num_token_non_padded.device == device,
+            "num_token_non_padded",
+            describe(num_token_non_padded),
+            f"int32 [1] on {device}",
+        )

@@ -1,0 +1,123 @@
+"""Which designs run for a layer at a row count, and why the others do not. Pure: no torch, no GPU.
+
+``reasons`` gives every cause for not running a design, as text; covering a case means having no reason. There is no other
+``if`` about coverage anywhere: launchers re-check and raise, they never fall back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
+from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design
+
+
+def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, named: bool = True) -> list[str]:
+    """Every reason why ``design`` does not run; empty: it runs. ``named``: the user asked for it, so no band is needed."""
+    if design.name == "host":
+        return []
+    found = []
+
+    def refuse(bad: bool, text: str) -> None:
+        if bad:
+            found.append(text)
+
+    if gpu is None:
+        found.append("no CUDA GPU")
+    elif design.archs is not None:
+        archs = ", ".join(f"sm_{arch}" for arch in design.archs)
+        refuse(gpu.arch not in design.archs, f"sm_{gpu.arch}: built for {archs}")
+    refuse(rows not in design.rows, f"{rows} rows: takes {design.rows}")
+    if design.max_experts is not None:
+        refuse(problem.experts > design.max_experts, f"{problem.experts} experts: takes at most {design.max_experts}")
+    if "gate" in design.stages:
+        refuse(
+            problem.hidden % design.hidden_multiple != 0,
+            f"hidden {problem.hidden}: takes multiples of {design.hidden_multiple}",
+        )
+        if design.max_hidden is not None:
+            refuse(problem.hidden > design.max_hidden, f"hidden {problem.hidden}: takes at most {design.max_hidden}")
+        refuse(problem.hidden_dtype != "bfloat16", f"{problem.hidden_dtype} hidden states: takes bfloat16")
+        refuse(
+            problem.weight_dtype not in design.weight_dtypes,
+            f"{problem.weight_dtype} gate weight: takes {' or '.join(design.weight_dtypes)}",
+        )
+    if "selection" in design.stages:
+        if design.max_topk is not None:
+            refuse(problem.topk > design.max_topk, f"top-{problem.topk}: takes at most top-{design.max_topk}")
+        refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
+        refuse(not problem.bias, "no selection bias: takes routers with one")
+        refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")
+        refuse(problem.groups > 1, f"{problem.groups} expert groups: takes ungrouped selection")
+        refuse(problem.shared > 0, f"{problem.shared} fused shared-expert slots: takes none")
+    if not named:
+        refuse(design.status != "on", "on trial: runs only where it is named")
+        if gpu is not None and design.status == "on":
+            bands = design.bands.get(gpu.name, ())
+            refuse(not bands, f"not measured on {gpu.name}")
+            text = ", ".join(map(str, bands))
+            refuse(bool(bands) and not any(rows in band for band in bands), f"{rows} rows: measured fastest at {text}")
+    return found
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The designs that run at one row count, and the reasons against every other candidate."""
+
+    gate: str
+    selection: str
+    losers: dict[str, list[str]] = {}
+
+    @property
+    def fused(self) -> str | None:
+        """The one design that covers both stages, if one does."""
+        ours = self.gate == self.selection and self.gate != "host"
+        return self.gate if ours else None
+
+    def __str__(self) -> str:
+        return self.gate if self.gate == self.selection else f"{self.gate} + {self.selection}"
+
+
+def choose(
+    problem: Problem,
+    rows: int,
+    gpu: Gpu | None,
+    *,
+    backend: str | None,
+    gate: str = "auto",
+    unavailable: dict[str, str] | None = None,
+) -> Choice:
+    """The design of each stage at ``rows`` rows: longest stage cover first, then the order of the table; else ``host``.
+
+    Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
+    is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
+    this machine cannot build.
+    """
+    expect(backend is None or backend in BACKENDS, "backend", backend, " | ".join(BACKENDS))
+    expect(gate in GATES, "SGLANG_ROUTER_EXT_GATE", gate, " | ".join(GATES))
+    designs = BACKENDS[backend].designs if backend is not None else ()
+    losers: dict[str, list[str]] = {}
+
+    def runs(design: Design, *, named: bool) -> bool:
+        if design.name not in losers:
+            found = reasons(design, problem, rows, gpu, named=named)
+            if unavailable and design.name in unavailable:
+                found.append(unavailable[design.name])
+            if not found:
+                return True
+            losers[design.name] = found
+        return False
+
+    chosen = dict.fromkeys(STAGES, "host")
+    if backend is not None:
+        open_stages = set(STAGES) if gate == "auto" else {"selection"}
+        for design in sorted(DESIGNS, key=lambda d: -len(d.stages)):
+            if design.name == "host" or not set(design.stages) <= open_stages:
+                continue
+            if designs and design.name not in designs:
+                losers[design.name] = [f"not part of {backend}"]
+            elif runs(design, named=bool(designs)):
+                chosen.update(dict.fromkeys(design.stages, design.name))
+                open_stages -= set(design.stages)
+    if gate not in ("auto", "host") and runs(TABLE[gate], named=True):
+        chosen["gate"] = gate
+    return Choice(chosen["gate"], chosen["selection"], losers)

@@ -1,0 +1,115 @@
+"""The contract of the router: every shape, dtype, unit, sentinel and special value, stated once.
+
+One MoE layer routes each row (token) of ``hidden`` to ``topk`` of its ``experts``::
+
+    logits  = hidden @ weight.T                     fp32, never rounded to bf16
+    score   = rule(logit)                           fp32
+    key     = score + bias                          fp32; ranks, and does nothing else
+    ids     = the topk largest keys, the lower id wins ties
+    weights = score(ids) [/ sum of score(ids)] * scale
+
+Tensors, in the order in which they appear::
+
+    hidden   [rows, hidden]          bfloat16, rows 16-byte aligned
+    weight   [experts, hidden]       bfloat16, rows 16-byte aligned
+    bias     [experts]               float32, never narrowed
+    logits   [rows, experts]         float32
+    ids      [rows, topk]            int32, in descending order of the key; -1 in a padded row
+    weights  [rows, topk]            float32; 0 in a padded row
+
+Special values. A NaN key ranks as ``NAN_KEY``, above minus infinity and below every real key, as SGLang ranks it; its score
+weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the weights
+are 0 and not NaN. Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past
+``num_token_non_padded`` are padding.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+NAN_KEY = -1e30
+MIN_SCORE = 2.0**-126
+PAD_ID = -1
+
+SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
+DTYPES = ("bfloat16", "float16", "float32")
+STAGES = ("gate", "selection")
+
+
+class ContractError(ValueError):
+    """An argument is outside the contract. The text names the argument, what came and what is allowed."""
+
+
+def expect(condition: bool, argument: str, got: object, allowed: str) -> None:
+    """Raise :class:`ContractError` unless ``condition`` holds; the one way in which arguments are refused."""
+    if not condition:
+        raise ContractError(f"{argument}: got {got}, allowed: {allowed}")
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What one MoE layer asks of its router; everything but the number of rows.
+
+    ``scale`` multiplies the weights once, here or nowhere: a layer whose expert kernel applies the routed scaling factor
+    says 1.0. ``shared`` counts the fused shared-expert slots that the router itself has to append.
+    """
+
+    experts: int
+    hidden: int
+    topk: int
+    score: str = "sigmoid"
+    bias: bool = True
+    groups: int = 1
+    groups_kept: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+    shared: int = 0
+    hidden_dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+    bias_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "hidden", "topk", "groups", "groups_kept"):
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        expect(self.topk <= self.experts, "topk", self.topk, f"at most experts = {self.experts}")
+        expect(self.score in SCORES, "score", self.score, " | ".join(SCORES))
+        expect(self.groups_kept <= self.groups, "groups_kept", self.groups_kept, f"at most groups = {self.groups}")
+        expect(self.experts % self.groups == 0, "groups", self.groups, f"a divisor of experts = {self.experts}")
+        expect(self.shared >= 0, "shared", self.shared, "0 or more")
+        for name in ("hidden_dtype", "weight_dtype", "bias_dtype"):
+            expect(getattr(self, name) in DTYPES, name, getattr(self, name), " | ".join(DTYPES))
+
+    def __str__(self) -> str:
+        grouped = f", {self.groups} groups keep {self.groups_kept}" if self.groups > 1 else ""
+        bias = f" + {self.bias_dtype} bias" if self.bias else ""
+        return f"{self.experts} x {self.hidden} ({self.weight_dtype}), top-{self.topk}, {self.score}{bias}{grouped}"
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU as the table sees it: ``name`` as the driver gives it, ``arch`` = 10 x compute capability (90, 100, 103)."""
+
+    name: str
+    arch: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.arch})"
+
+
+KNOWN_GPUS = {
+    gpu.name.split()[-1].lower(): gpu
+    for gpu in (
+        Gpu("NVIDIA A100", 80),
+        Gpu("NVIDIA L40S", 89),
+        Gpu("NVIDIA H100", 90),
+        Gpu("NVIDIA H200", 90),
+        Gpu("NVIDIA B200", 100),
+        Gpu("NVIDIA B300", 103),
+    )
+}
+"""GPUs that ``explain`` can speak of without having one, by short name."""
+
+
+def gpu_by_name(name: str) -> Gpu:
+    """``h200`` -> ``Gpu("NVIDIA H200", 90)``. Raises :class:`ContractError` for a name that is not listed."""
+    key = name.lower().removeprefix("nvidia").strip()
+    expect(key in KNOWN_GPUS, "gpu", name, " | ".join(sorted(KNOWN_GPUS)))
+    return KNOWN_GPUS[key]

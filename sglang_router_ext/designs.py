@@ -1,0 +1,219 @@
+"""THE table of router designs. A kernel that is not a row here cannot be launched; the README and the CLI print this table.
+
+A row is frozen, holds text and numbers only (no torch), and names its code as ``module:function``. Adding a design: write
+``<stage>/<design>.py`` (and ``.cuh``), add a row with status ``trial``, run ``sglang-router-ext check`` and ``bench --record``
+on a GPU, then enter the bands that the record supports and set the status to ``on``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from enum import Enum
+
+import msgspec
+
+PACKAGE = pathlib.Path(__file__).parent
+HOPPER_UP = (90, 100, 103)
+
+
+class Numerics(Enum):
+    """What a design promises; ``agreement.py`` holds it to that."""
+
+    LOGIT_BOUND = "logits within the error bound of their longest chain of fp32 additions"
+    EXACT_IDS = "ids as fp64 ranks them, but for gaps below the rounding of one fp32 key"
+    NEAR_TIE = "ids as fp64 ranks them, but for gaps below the logit bound"
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """A closed range of row counts; ``last`` None has no end."""
+
+    first: int
+    last: int | None = None
+
+    def __contains__(self, rows: int) -> bool:
+        return rows >= self.first and (self.last is None or rows <= self.last)
+
+    def __str__(self) -> str:
+        return f"{self.first}+" if self.last is None else f"{self.first}-{self.last}"
+
+
+class Design(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    stages: tuple[str, ...]
+    target: str
+    """``module:function`` inside this package, or "" for SGLang's own path."""
+    what: str
+    archs: tuple[int, ...] | None = None
+    """10 x compute capability; None: any GPU that the host supports."""
+    max_experts: int | None = None
+    max_topk: int | None = None
+    hidden_multiple: int = 1
+    max_hidden: int | None = None
+    scores: tuple[str, ...] = ("sigmoid",)
+    weight_dtypes: tuple[str, ...] = ("bfloat16",)
+    rows: Rows = Rows(1)
+    """Row counts that the code can run."""
+    bands: dict[str, tuple[Rows, ...]] = {}
+    """GPU name -> row counts at which a record shows it fastest; only these are chosen without being named."""
+    numerics: Numerics
+    chain: int = 1
+    """The longest chain of fp32 additions behind a logit is hidden / chain + 64 (see agreement.py)."""
+    row_stable: bool
+    """A row's result is bitwise the same whatever else is in the batch."""
+    graph_safe: bool = True
+    status: str = "trial"
+    sources: tuple[str, ...] = ()
+    """Files, relative to this package, whose change makes its records stale."""
+
+    def __post_init__(self) -> None:
+        if self.status not in ("on", "trial"):
+            raise ValueError(f"design {self.name}: status: got {self.status}, allowed: on | trial")
+
+    @property
+    def source_hash(self) -> str:
+        """SHA-256 over the sources' names and bytes, 16 hex digits; "" where a design has no source of its own."""
+        return source_hash(self.sources)
+
+
+def source_hash(sources: tuple[str, ...]) -> str:
+    if not sources:
+        return ""
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+_DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
+_SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
+_WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)
+
+DESIGNS: tuple[Design, ...] = (
+    Design(
+        name="pair",
+        stages=("gate", "selection"),
+        target="fused.pair:pair",
+        what="small_rows and warp_select chained by PDL; K slices handed over unreduced",
+        archs=HOPPER_UP,
+        max_experts=1024,
+        max_topk=32,
+        hidden_multiple=8,
+        max_hidden=65536,
+        rows=Rows(1, 16),
+        numerics=Numerics.NEAR_TIE,
+        chain=32,
+        row_stable=True,
+        sources=("fused/pair.cuh", "fused/pair.py", *_SMALL_ROWS, *_WARP_SELECT),
+    ),
+    Design(
+        name="small_rows",
+        stages=("gate",),
+        target="gate.small_rows:small_rows",
+        what="tensor-core GEMM for few rows, K split over a cluster, weight read before the PDL wait",
+        archs=HOPPER_UP,
+        hidden_multiple=8,
+        max_hidden=65536,
+        rows=Rows(1, 16),
+        numerics=Numerics.LOGIT_BOUND,
+        chain=32,
+        row_stable=True,
+        sources=_SMALL_ROWS,
+    ),
+    Design(
+        name="cublas_gemm",
+        stages=("gate",),
+        target="gate.cublas_gemm:cublas_gemm",
+        what="cuBLAS, bf16 in and fp32 out; any shape",
+        numerics=Numerics.LOGIT_BOUND,
+        chain=4,
+        row_stable=False,
+        sources=("gate/cublas_gemm.py",),
+    ),
+    Design(
+        name="naive",
+        stages=("gate",),
+        target="gate.naive:naive",
+        what="the model's reference code: cast both to fp32 and multiply; for comparison only",
+        weight_dtypes=("bfloat16", "float32"),
+        numerics=Numerics.LOGIT_BOUND,
+        chain=1,
+        row_stable=False,
+        sources=("gate/naive.py",),
+    ),
+    Design(
+        name="warp_select",
+        stages=("selection",),
+        target="selection.warp_select:warp_select",
+        what="one warp a row, keys in registers, one integer warp maximum an expert",
+        archs=HOPPER_UP,
+        max_experts=1024,
+        max_topk=32,
+        numerics=Numerics.EXACT_IDS,
+        row_stable=True,
+        sources=_WARP_SELECT,
+    ),
+    Design(
+        name="triton_select",
+        stages=("selection",),
+        target="selection.triton_select:triton_select",
+        what="Triton, one program a row; for GPUs or machines where CUDA C++ cannot be built",
+        max_experts=1024,
+        max_topk=32,
+        numerics=Numerics.EXACT_IDS,
+        row_stable=True,
+        sources=("selection/triton_select.py",),
+    ),
+    Design(
+        name="host",
+        stages=("gate", "selection"),
+        target="",
+        what="SGLang's own path; takes whatever no design above takes",
+        scores=("sigmoid", "softmax", "sqrtsoftplus"),
+        weight_dtypes=("bfloat16", "float16", "float32"),
+        numerics=Numerics.NEAR_TIE,
+        row_stable=False,
+        status="on",
+    ),
+)
+
+
+def by_name(designs: tuple[Design, ...] = DESIGNS) -> dict[str, Design]:
+    """Name -> row. Raises on a duplicate name or a design that covers no known stage."""
+    table: dict[str, Design] = {}
+    for design in designs:
+        if design.name in table:
+            raise ValueError(f"design {design.name}: stands twice in the table")
+        if not design.stages or any(stage not in ("gate", "selection") for stage in design.stages):
+            raise ValueError(f"design {design.name}: stages: got {design.stages}, allowed: gate, selection")
+        table[design.name] = design
+    return table
+
+
+TABLE = by_name()
+
+
+class Backend(msgspec.Struct, frozen=True):
+    """A value of ``--moe-runner-backend``. ``designs`` may run because the user named the backend; empty: only measured bands."""
+
+    name: str
+    what: str
+    designs: tuple[str, ...] = ()
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("router_ext", "the fastest design that a record shows for this GPU and row count"),
+        Backend(
+            "router_ext_pair",
+            "the fused pair: a gate GEMM and one selection kernel",
+            ("pair", "cublas_gemm", "warp_select", "triton_select"),
+        ),
+    )
+}
+
+GATES = ("auto", "host", *(d.name for d in DESIGNS if d.stages == ("gate",)))
+"""Values of ``SGLANG_ROUTER_EXT_GATE``: ``auto`` leaves the choice to the backend, ``host`` keeps SGLang's own GEMM."""

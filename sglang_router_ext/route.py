@@ -1,0 +1,90 @@
+"""The whole path on one page: bind a layer's problem once, then hidden states go in and logits, ids and weights come out.
+
+    plugin/layer.py -> Route -> one file of gate/, selection/ or fused/ -> its .cuh
+
+A stage whose choice is ``host`` is left to the caller: the field of :class:`Routed` is None.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang_router_ext.choose import Choice, choose
+from sglang_router_ext.contract import Gpu, Problem
+from sglang_router_ext.designs import TABLE
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Routed(NamedTuple):
+    """What the router hands over; a stage that stays with the host is None. Shapes and dtypes as in ``contract.py``."""
+
+    logits: torch.Tensor | None  # [rows, experts] fp32
+    ids: torch.Tensor | None  # [rows, topk] int32, -1 in padded rows
+    weights: torch.Tensor | None  # [rows, topk] fp32, 0 in padded rows
+
+
+@functools.cache
+def launcher(name: str) -> Callable[..., Any]:
+    """The function behind a row of the table. Imports its module (and torch) on first use."""
+    module, _, function = TABLE[name].target.partition(":")
+    return getattr(importlib.import_module(f"sglang_router_ext.{module}"), function)
+
+
+class Route:
+    """One layer's router on one GPU. The choice depends on nothing but the row count, so ranks and graph captures agree."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        gpu: Gpu | None,
+        *,
+        backend: str | None,
+        gate: str = "auto",
+        unavailable: dict[str, str] | None = None,
+    ) -> None:
+        self.problem = problem
+        self._choose = functools.cache(
+            lambda rows: choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=unavailable)
+        )
+
+    def choice(self, rows: int) -> Choice:
+        """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch."""
+        return self._choose(rows)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        num_token_non_padded: torch.Tensor | None = None,
+    ) -> Routed:
+        """Route ``hidden`` [rows, hidden]; ``num_token_non_padded`` is int32 [1] on the device, or None for no padding.
+
+        Raises :class:`~sglang_router_ext.contract.ContractError` for arguments outside the contract, before any launch.
+        """
+        choice = self.choice(len(hidden))
+        if choice.fused:
+            return Routed(
+                *launcher(choice.fused)(self.problem, hidden, weight, bias, num_token_non_padded=num_token_non_padded)
+            )
+        if choice.gate == "host":
+            return Routed(None, None, None)
+        logits = launcher(choice.gate)(hidden, weight)
+        if choice.selection == "host":
+            return Routed(logits, None, None)
+        return Routed(logits, *self.select(logits, bias, num_token_non_padded=num_token_non_padded))
+
+    def select(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The selection alone, for logits [rows, experts] fp32 that the host made: (ids, weights), or (None, None)."""
+        selection = self.choice(len(logits)).selection
+        if "gate" in TABLE[selection].stages:  # host, or a fused design that wants the hidden states
+            return None, None
+        return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded)
