@@ -1,0 +1,65 @@
+"""Named problems: the routers of the models that this package is checked and timed on. Imports no torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_router_ext.contract import Problem, expect
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's router by name. ``layers``: MoE layers that one forward pass runs; None where the model is not published."""
+
+    name: str
+    problem: Problem
+    layers: int | None = None
+    what: str = ""
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="glm-5.3-flash", problem=Problem(experts=288, hidden=4096, topk=8), layers=42),
+        Case(
+            name="deepseek-v3-ungrouped",
+            problem=Problem(experts=256, hidden=7168, topk=8),
+            layers=58,
+            what="DeepSeek-V3's shape with one group",
+        ),
+        Case(
+            name="deepseek-v3",
+            problem=Problem(experts=256, hidden=7168, topk=8, groups=8, groups_kept=4),
+            layers=58,
+        ),
+        Case(
+            name="deepseek-v4.1-flash",
+            problem=Problem(experts=384, hidden=5120, topk=6),
+            what="with sigmoid scores instead of the model's sqrt-softplus",
+        ),
+        Case(name="kimi-k2", problem=Problem(experts=384, hidden=7168, topk=8), layers=60),
+        Case(
+            name="glm-4.6",
+            problem=Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32"),
+            layers=89,
+            what="fp32 gate weight",
+        ),
+        Case(
+            name="glm-4.6-bf16",
+            problem=Problem(experts=160, hidden=5120, topk=8),
+            layers=89,
+            what="GLM-4.6's shape with a bf16 gate weight",
+        ),
+        Case(
+            name="glm-4.5-air-bf16",
+            problem=Problem(experts=128, hidden=4096, topk=8),
+            layers=45,
+            what="GLM-4.5-Air's shape with a bf16 gate weight",
+        ),
+    )
+}
+
+
+def case_by_name(name: str) -> Case:
+    """The case ``name``; raises :class:`~sglang_router_ext.contract.ContractError` listing the names there are."""
+    expect(name in CASES, "case", name, " | ".join(CASES))
+    return CASES[name]

@@ -1,0 +1,269 @@
+"""Runs designs of the table on checks and says in words what is wrong. ``check``, the GPU tests and ``bench`` share it.
+
+For each design and batch: the result against the oracle, the same bits again, the same bits for a row alone (where the table
+promises it), and the same judgement of a CUDA graph that was captured before its inputs were there. Every buffer that a
+design allocates holds junk first, so an element that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from sglang_router_ext.agreement import Result, compare
+from sglang_router_ext.bench.clock import capture, poison
+from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of
+from sglang_router_ext.bench.launch import launch, run_at_once, truth
+from sglang_router_ext.bench.record import CheckRecord, Identity
+from sglang_router_ext.choose import reasons
+from sglang_router_ext.contract import ContractError, Gpu, Problem
+from sglang_router_ext.designs import Design
+from sglang_router_ext.reference import Truth
+
+CHECKS_BETWEEN_FREES = 50
+
+
+class GpuLost(RuntimeError):
+    """The GPU itself reports an error, so nothing that runs after it would mean anything."""
+
+
+class Outcome(NamedTuple):
+    """What came of one design on one batch: it was refused, it was right (both lists empty), or it failed."""
+
+    case: str
+    check: str
+    design: str
+    refused: list[str]
+    failures: list[str]
+
+
+@contextlib.contextmanager
+def junk_memory() -> Iterator[None]:
+    """Inside, PyTorch fills new uninitialised tensors with NaN or the largest integer. Graphs captured inside do so too."""
+    settings: Any = torch.utils.deterministic
+    mode, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        settings.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def examine(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> list[str]:
+    """Everything wrong with ``design`` on one batch, in words; empty: right."""
+    with junk_memory():
+        first = launch(design, problem, inputs)
+        second = launch(design, problem, inputs)
+        found = compare(first, want, problem, design)
+        found += [f"not repeatable: {line}" for line in _differences(first, second)]
+        if design.row_stable and inputs.padding is None:
+            found += _row_stability(design, problem, inputs, first)
+        if design.graph_safe and inputs.hidden.is_cuda:
+            found += [f"in a CUDA graph: {line}" for line in _graph(design, problem, inputs, want)]
+    return found
+
+
+def _differences(one: Result, other: Result) -> list[str]:
+    """Fields whose bits differ, NaN included."""
+    return [
+        f"{name} differs at {(a.view(torch.int32) != b.view(torch.int32)).nonzero()[0].tolist()}"
+        for name, a, b in zip(Result._fields, one, other, strict=True)
+        if a is not None and b is not None and not torch.equal(a.view(torch.int32), b.view(torch.int32))
+    ]
+
+
+def _row_stability(design: Design, problem: Problem, inputs: Inputs, batch: Result) -> list[str]:
+    rows = len(inputs.hidden)
+    found = []
+    for row in sorted({0, rows // 2, rows - 1}) if rows > 1 else ():
+        one = slice(row, row + 1)
+        alone = launch(design, problem, inputs._replace(hidden=inputs.hidden[one], logits=inputs.logits[one]))
+        here = Result(*(None if field is None else field[one] for field in batch))
+        found += [f"row {row} alone is another row: {line}" for line in _differences(alone, here)]
+    return found
+
+
+def _graph(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> list[str]:
+    """Capture on zeros, then put the inputs in place and replay twice."""
+    changing = (inputs.hidden, inputs.logits)
+    saved = [tensor.clone() for tensor in changing]
+    stream = torch.cuda.Stream(inputs.hidden.device)
+    try:
+        for tensor in changing:
+            tensor.zero_()
+        graph, result = capture(lambda: launch(design, problem, inputs), stream)
+    finally:
+        for tensor, value in zip(changing, saved, strict=True):
+            tensor.copy_(value)
+    torch.cuda.synchronize(inputs.hidden.device)
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            poison(tuple(result))
+            graph.replay()
+    torch.cuda.synchronize(inputs.hidden.device)
+    return compare(result, want, problem, design)
+
+
+def run(
+    designs: Sequence[Design],
+    checks: Iterable[Check],
+    gpu: Gpu | None,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+) -> Iterator[Outcome]:
+    """Every design on every check that concerns it; one that raises has failed, and the others go on.
+
+    Raises :class:`GpuLost` where the GPU reports an error that no later launch can recover from.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    for number, check in enumerate(checks):
+        if on_gpu and number % CHECKS_BETWEEN_FREES == 0:
+            torch.cuda.empty_cache()  # graphs keep pools of their own
+        concerned = [design for design in designs if KINDS[check.kind].concerns(design.stages)]
+        refused = [reasons(design, check.problem, check.rows, gpu) for design in concerned]
+        runnable = {design.stages for design, why_not in zip(concerned, refused, strict=True) if not why_not}
+        if runnable:
+            inputs = inputs_of(check, seed=seed, device=device)
+            wanted = {stages: truth(stages, check.problem, inputs) for stages in runnable}
+        for design, why_not in zip(concerned, refused, strict=True):
+            failures = []
+            if not why_not:
+                try:
+                    failures = examine(design, check.problem, inputs, wanted[design.stages])
+                except Exception as error:
+                    failures = [f"raised {type(error).__name__}: {error}"]
+                    _still_alive(device, f"{design.name} on {check.name}")
+            yield Outcome(check.case, check.name, design.name, why_not, failures)
+
+
+def concerning(design: Design, checks: Iterable[Check]) -> list[Check]:
+    """Those of ``checks`` that differ, for ``design``, from checks on random inputs."""
+    return [check for check in checks if KINDS[check.kind].concerns(design.stages)]
+
+
+def summary(design: Design, outcomes: Sequence[Outcome], identity: Identity) -> CheckRecord:
+    """All outcomes of one design as a record."""
+    judged = [outcome for outcome in outcomes if outcome.design == design.name and not outcome.refused]
+    return CheckRecord(
+        **msgspec.structs.asdict(identity),
+        kind="check",
+        design=design.name,
+        stages="+".join(design.stages),
+        cases=len(judged),
+        failures=sum(bool(outcome.failures) for outcome in judged),
+        source_hash=design.source_hash,
+    )
+
+
+def _still_alive(device: torch.device | str, where: str) -> None:
+    if torch.device(device).type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            raise GpuLost(f"{where}: {error}") from error
+
+
+def build_ahead(
+    designs: Sequence[Design], checks: Iterable[Check], gpu: Gpu | None, device: torch.device | str, say: Callable[[str], None]
+) -> None:
+    """Build what ``checks`` need, several at a time: launch each CUDA C++ design once a shape. Errors wait for the check."""
+    jobs: dict[tuple[Any, ...], Callable[[], object]] = {}
+    for check in checks:
+        for design in designs:
+            compiled = any(source.endswith(".cuh") for source in design.sources)
+            if compiled and not reasons(design, check.problem, 1, gpu) and check.kind in ("random", "odd-strides"):
+                shape = (check.problem.experts, check.problem.hidden if "gate" in design.stages else 0)
+                kind = check.kind if KINDS[check.kind].concerns(design.stages) else "random"
+                one = msgspec.structs.replace(check, rows=1, kind=kind)
+                jobs[design.name, shape, kind] = functools.partial(_launch_once, design, one, device)
+    run_at_once(list(jobs.values()), say)
+
+
+def _launch_once(design: Design, check: Check, device: torch.device | str) -> None:
+    launch(design, check.problem, inputs_of(check, device=device))
+
+
+class BadInput(NamedTuple):
+    """An argument outside the contract, and the name that the refusal must begin with."""
+
+    name: str
+    argument: str
+    change: Callable[[Inputs], Inputs]
+    vectors_only: bool = False
+
+
+def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros((len(tensor), tensor.shape[1] + 8), dtype=tensor.dtype, device=tensor.device)
+    return wide[:, 1 : tensor.shape[1] + 1]
+
+
+def _column_major(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t()
+
+
+BAD_INPUTS = (
+    BadInput("hidden fp32", "hidden", lambda i: i._replace(hidden=i.hidden.float())),
+    BadInput("hidden fp16", "hidden", lambda i: i._replace(hidden=i.hidden.half())),
+    BadInput("hidden of one dimension", "hidden", lambda i: i._replace(hidden=i.hidden[0])),
+    BadInput("hidden column-major", "hidden", lambda i: i._replace(hidden=_column_major(i.hidden))),
+    BadInput("hidden on the CPU", "hidden", lambda i: i._replace(hidden=i.hidden.cpu())),
+    BadInput("hidden misaligned", "hidden", lambda i: i._replace(hidden=_misaligned(i.hidden)), vectors_only=True),
+    BadInput("weight fp16", "weight", lambda i: i._replace(weight=i.weight.half())),
+    BadInput("weight too narrow", "weight", lambda i: i._replace(weight=i.weight[:, :-8])),
+    BadInput("weight column-major", "weight", lambda i: i._replace(weight=_column_major(i.weight))),
+    BadInput("weight on the CPU", "weight", lambda i: i._replace(weight=i.weight.cpu())),
+    BadInput("weight misaligned", "weight", lambda i: i._replace(weight=_misaligned(i.weight)), vectors_only=True),
+    BadInput("logits bf16", "logits", lambda i: i._replace(logits=i.logits.bfloat16())),
+    BadInput("logits of one dimension", "logits", lambda i: i._replace(logits=i.logits[0])),
+    BadInput("logits of too few experts", "logits", lambda i: i._replace(logits=i.logits[:, :-1])),
+    BadInput("logits column-major", "logits", lambda i: i._replace(logits=_column_major(i.logits))),
+    BadInput("logits on the CPU", "logits", lambda i: i._replace(logits=i.logits.cpu())),
+    BadInput("bias bf16", "bias", lambda i: i._replace(bias=i.bias.bfloat16())),
+    BadInput("bias too short", "bias", lambda i: i._replace(bias=i.bias[:-1])),
+    BadInput("bias strided", "bias", lambda i: i._replace(bias=i.bias.repeat(2)[::2])),
+    BadInput("bias on the CPU", "bias", lambda i: i._replace(bias=i.bias.cpu())),
+    BadInput("padding int64", "num_token_non_padded", lambda i: i._replace(padding=torch.ones_like(i.bias[:1]).long())),
+    BadInput("padding of two", "num_token_non_padded", lambda i: i._replace(padding=torch.ones_like(i.bias[:2]).int())),
+    BadInput("padding on the CPU", "num_token_non_padded", lambda i: i._replace(padding=torch.ones(1, dtype=torch.int32))),
+)
+
+
+def run_bad_inputs(
+    designs: Sequence[Design], case: str, problem: Problem, gpu: Gpu | None, device: torch.device | str
+) -> Iterator[Outcome]:
+    """Every design on every :data:`BAD_INPUTS` that it reads: it must raise ContractError naming the argument."""
+    rows = 4
+    inputs = inputs_of(Check(case=case, problem=problem, rows=rows), device=device)
+    on_gpu = torch.device(device).type == "cuda"
+    for design in designs:
+        if reasons(design, problem, rows, gpu):
+            continue
+        reads = {"hidden", "weight"} if "gate" in design.stages else {"logits"}
+        reads |= {"bias", "num_token_non_padded"} if "selection" in design.stages else set()
+        for bad in BAD_INPUTS:
+            skip = (bad.vectors_only and design.hidden_multiple == 1) or ("CPU" in bad.name and not on_gpu)
+            if bad.argument not in reads or skip:
+                continue
+            yield Outcome(case, f"{case} bad input: {bad.name}", design.name, [], _refusal(design, problem, inputs, bad))
+
+
+def _refusal(design: Design, problem: Problem, inputs: Inputs, bad: BadInput) -> list[str]:
+    try:
+        launch(design, problem, bad.change(inputs))
+    except ContractError as error:
+        named = str(error).startswith(f"{bad.argument}:")
+        return [] if named else [f"the refusal does not begin with {bad.argument!r}: {error}"]
+    except Exception as error:
+        return [f"raised {type(error).__name__}, wanted ContractError: {error}"]
+    return ["was accepted, wanted ContractError"]

@@ -1,0 +1,78 @@
+"""Runs a row of the design table on a batch, and says what the oracle wants for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from sglang_router_ext import reference
+from sglang_router_ext.agreement import Result
+from sglang_router_ext.bench.inputs import Inputs
+from sglang_router_ext.build import BuildError
+from sglang_router_ext.contract import Problem
+from sglang_router_ext.designs import Design
+from sglang_router_ext.reference import Truth
+from sglang_router_ext.route import launcher
+
+BUILDERS = 16
+_unbuilt: dict[tuple[str, int, int], BuildError] = {}
+
+
+def launch(design: Design, problem: Problem, inputs: Inputs) -> Result:
+    """``design``'s function on the inputs that its stages read; the fields of stages that it does not cover are None.
+
+    A build that failed for a shape is not tried again: it raises the same :class:`~sglang_router_ext.build.BuildError`.
+    """
+    key = (design.name, problem.experts, problem.hidden)
+    if key in _unbuilt:
+        raise _unbuilt[key]
+    try:
+        return _launch(design, problem, inputs)
+    except BuildError as error:
+        _unbuilt[key] = error
+        raise
+
+
+def _launch(design: Design, problem: Problem, inputs: Inputs) -> Result:
+    function = launcher(design.name)
+    if design.stages == ("gate",):
+        return Result(logits=function(inputs.hidden, inputs.weight))
+    if design.stages == ("selection",):
+        ids, weights = function(problem, inputs.logits, inputs.bias, num_token_non_padded=inputs.padding)
+        return Result(None, ids, weights)
+    return Result(*function(problem, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=inputs.padding))
+
+
+def run_at_once(jobs: Sequence[Callable[[], object]], say: Callable[[str], None]) -> None:
+    """Run ``jobs``, which spend their time waiting for compilers, several at a time. What they raise is for their next run."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sglang.kernels.jit.utils")  # not first in many threads: its package imports itself in circles
+
+    def run(job: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            job()
+
+    start, done = time.monotonic(), 0
+    with ThreadPoolExecutor(BUILDERS) as pool:
+        for _ in pool.map(run, jobs):
+            done += 1
+            if done % 10 == 0 or done == len(jobs):
+                say(f"built {done} of {len(jobs)} shapes, {time.monotonic() - start:.0f} s")
+
+
+def truth(stages: tuple[str, ...], problem: Problem, inputs: Inputs) -> Truth:
+    """The oracle for designs of ``stages``: from the hidden states, or from given logits for a selection alone.
+
+    A gate knows nothing of scores and groups, so it is judged by the ungrouped sigmoid problem of its shape.
+    """
+    valid = None if inputs.padding is None else int(inputs.padding)
+    if stages == ("selection",):
+        return reference.select(problem, inputs.logits, inputs.bias, num_token_non_padded=valid)
+    if stages == ("gate",):
+        problem = msgspec.structs.replace(problem, score="sigmoid", groups=1, groups_kept=1, shared=0)
+    return reference.route(problem, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=valid)

@@ -1,0 +1,145 @@
+"""Times as tables and plots: which design is fastest at each row count, by how much, and how far above the floor."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.bench.run import Line
+
+GROUPS = {"gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
+ROUTER = "gate+selection"
+FLOOR = "floor-read"
+HOST = {"gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
+"""What SGLang runs, per group of stages."""
+NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
+"""Peers that are shown but not raced: one does more than its stages, the other's logits are bf16."""
+
+
+def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:
+    racing = [line for line in lines if line.ours == ours and line.design not in NOT_RACED]
+    return min(racing, key=lambda line: line.median_us, default=None)
+
+
+def _find(lines: Iterable[Line], design: str, *, ours: bool) -> Line | None:
+    return next((line for line in lines if line.design == design and line.ours == ours), None)
+
+
+def _us(line: Line | None) -> str:
+    return "-" if line is None else f"{line.median_us:.2f}"
+
+
+def _ratio(theirs: Line | None, ours: Line | None) -> str:
+    return "-" if theirs is None or ours is None else f"{theirs.median_us / ours.median_us:.2f}x"
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """One row count in a line: the fastest router of ours, the fastest peer, and the floor, cold if that was timed."""
+    cache = min(line.cache for line in lines)  # "cold" sorts before "warm"
+    here = [line for line in lines if line.timing and line.cache == cache]
+    routers = [line for line in here if line.stages == ROUTER]
+    mine, peer = _fastest(routers, ours=True), _fastest(routers, ours=False)
+    parts = [f"{line.design} {_us(line)} us" for line in (mine, peer, _find(here, FLOOR, ours=False)) if line]
+    return f"{lines[0].case} rows {lines[0].rows} {cache}: {', '.join(parts)}"
+
+
+def tables(lines: Sequence[Line]) -> list[Table]:
+    """One table per case, cache state and group of stages: rows down, designs across, microseconds."""
+    found = []
+    timed = [line for line in lines if line.timing]
+    for case, cache in dict.fromkeys((line.case, line.cache) for line in timed):
+        here = [line for line in timed if (line.case, line.cache) == (case, cache)]
+        for stages, title in GROUPS.items():
+            if any(line.stages == stages for line in here):
+                found.append(_table(f"{case}, {cache} cache, {title}: median us (* ours)", here, stages))
+    return found
+
+
+def _table(title: str, here: Sequence[Line], stages: str) -> Table:
+    group = [line for line in here if line.stages == stages]
+    designs = list(dict.fromkeys((line.design, line.ours) for line in sorted(group, key=lambda line: not line.ours)))
+    table = Table(title=title, title_justify="left")
+    names = [f"{design}*" if ours else design for design, ours in designs]
+    for name in ("rows", FLOOR, *names, "best of ours", "best peer / ours", f"{HOST[stages]} / ours"):
+        table.add_column(name, justify="right")
+    for rows in sorted({line.rows for line in group}):
+        at = [line for line in group if line.rows == rows]
+        mine = _fastest(at, ours=True)
+        table.add_row(
+            str(rows),
+            _us(_find([line for line in here if line.rows == rows], FLOOR, ours=False)),
+            *(_us(_find(at, design, ours=ours)) for design, ours in designs),
+            mine.design if mine else "-",
+            _ratio(_fastest(at, ours=False), mine),
+            _ratio(_find(at, HOST[stages], ours=False), mine),
+        )
+    return table
+
+
+def remarks(lines: Sequence[Line]) -> list[str]:
+    """Everything that a table of times does not show: what is missing and why, and what a time needs to be read right."""
+    found: dict[str, set[int]] = {}
+    for line in lines:
+        for text in (f"no time: {line.missing}" if line.missing else "", line.note):
+            if text:
+                found.setdefault(f"{line.case}: {line.design} ({line.stages}): {text}", set()).add(line.rows)
+    return [f"{text} [at {', '.join(map(str, sorted(rows)))} rows]" for text, rows in found.items()]
+
+
+def failures(lines: Sequence[Line]) -> list[str]:
+    """What ran and gave a wrong result, in words."""
+    return [
+        f"{line.case} rows {line.rows} {line.cache}: {line.design} ({line.stages}): {text}"
+        for line in lines
+        for text in line.wrong
+    ]
+
+
+def per_pass(lines: Sequence[Line]) -> list[str]:
+    """What the fastest router of ours saves against SGLang's in one forward pass, as far as kernel times carry over."""
+    found = []
+    routers = [line for line in lines if line.timing and line.cache == "cold" and line.stages == ROUTER]
+    for case, rows in dict.fromkeys((line.case, line.rows) for line in routers):
+        at = [line for line in routers if (line.case, line.rows) == (case, rows)]
+        mine, host = _fastest(at, ours=True), _find(at, HOST[ROUTER], ours=False)
+        layers = CASES[case].layers
+        if mine and host and layers:
+            saved = (host.median_us - mine.median_us) * layers / 1000
+            found.append(f"{case}, {rows} rows, {layers} layers: {saved:+.3f} ms saved against {host.design} ({mine.design})")
+    return found
+
+
+def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
+    """Median microseconds over rows, one panel a case and cache state: routers of ours solid, peers dashed, floors dotted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [line for line in lines if line.timing and line.stages in (ROUTER, "floor")]
+    panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(9, 5.5 * max(1, len(panels))), squeeze=False)
+    for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
+        here = [line for line in shown if (line.case, line.cache) == (case, cache)]
+        for design, stages, ours in dict.fromkeys((line.design, line.stages, line.ours) for line in here):
+            curve = sorted((line for line in here if (line.design, line.ours) == (design, ours)), key=lambda line: line.rows)
+            style = ":" if stages == "floor" else "-" if ours else "--"
+            label = f"{design} (ours)" if ours else design
+            axis.plot([x.rows for x in curve], [x.median_us for x in curve], style, marker=".", label=label)
+        ticks = sorted({line.rows for line in here})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize="small")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axis.set_xlabel("rows (tokens in the batch)")
+        axis.set_ylabel("time (microseconds, median)")
+        axis.set_title(f"Router of {case}, {cache} L2 cache")
+        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

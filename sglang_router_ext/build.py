@@ -1,0 +1,236 @@
+"""The only caller of a compiler: kernel sources -> loaded module, through SGLang's JIT loader and its cache.
+
+Inside SGLang, ``load_jit`` keys its cache on sources, headers, flags and toolchain, publishes atomically and lets ranks that
+start together compile once. Without SGLang the same entry points are built by ``tvm_ffi.cpp.load_inline``.
+
+The compiler is that of CUDA_HOME, of PATH, or else the one that SGLang's own installation brings (``nvidia-cuda-nvcc``), so a
+machine with nothing but a driver works. A build that fails is an error with the compiler's words; nothing falls back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from sglang_router_ext.designs import PACKAGE
+
+ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
+"""Architectures that the kernels are built for, and the compiler's name of each."""
+
+WITHOUT_SGLANG_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr")
+
+
+class BuildError(RuntimeError):
+    """A kernel cannot be built here; the text says what is missing or what the compiler said."""
+
+
+class Toolchain(msgspec.Struct, frozen=True):
+    """The CUDA compiler that builds use. ``source``: CUDA_HOME, PATH, /usr/local/cuda or pip."""
+
+    home: pathlib.Path
+    version: str
+    source: str
+
+    @property
+    def nvcc(self) -> pathlib.Path:
+        return self.home / "bin" / "nvcc"
+
+
+@functools.cache
+def find_toolchain() -> Toolchain:
+    """The compiler of CUDA_HOME, of PATH, of /usr/local/cuda, or of pip. Raises :class:`BuildError` if there is none."""
+    tried = []
+    for source, home in _candidates():
+        if home is None:
+            tried.append(f"{source}: not set or not found")
+            continue
+        try:
+            output = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            tried.append(f"{source}: {home}/bin/nvcc does not run ({error})")
+            if source in ("CUDA_HOME", "CUDA_PATH"):  # what the user set is not overruled
+                break
+            continue
+        if source == "PATH" and not any((home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+            tried.append(f"PATH: {home}/bin/nvcc lies outside a toolkit (no libcudart.so beside it)")
+            continue
+        match = re.search(r"release (\d+\.\d+)", output)
+        return Toolchain(home, match.group(1) if match else "unknown", source)
+    raise BuildError("no CUDA compiler: " + "; ".join(tried) + "; allowed: a CUDA toolkit, or pip install nvidia-cuda-nvcc")
+
+
+def _candidates() -> Iterator[tuple[str, pathlib.Path | None]]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield name, pathlib.Path(os.environ[name])
+    nvcc = shutil.which("nvcc")
+    yield "PATH", pathlib.Path(nvcc).resolve().parent.parent if nvcc else None
+    usual = pathlib.Path("/usr/local/cuda")
+    yield "/usr/local/cuda", usual if (usual / "bin" / "nvcc").exists() else None
+    yield "pip", _pip_toolkit()
+
+
+def cache_dir() -> pathlib.Path:
+    """Where this package keeps what it makes: XDG_CACHE_HOME or ~/.cache, below ``sglang-router-ext``."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(root) / "sglang-router-ext"
+
+
+def _pip_toolkit() -> pathlib.Path | None:
+    """pip's compiler as a toolkit: links to its folders, and the unversioned libcudart.so that linking asks for."""
+    spec = importlib.util.find_spec("nvidia")
+    for base in map(pathlib.Path, spec.submodule_search_locations or () if spec else ()):
+        for home in sorted(base.glob("cu[0-9]*"), reverse=True):
+            runtime = next(iter(sorted((home / "lib").glob("libcudart.so.*"))), None)
+            if (home / "bin" / "nvcc").exists() and runtime is not None:
+                return _link_toolkit(home, runtime)
+    return None
+
+
+def _link_toolkit(home: pathlib.Path, runtime: pathlib.Path) -> pathlib.Path:
+    name = "toolkit-" + hashlib.sha256(str(home).encode()).hexdigest()[:12]
+    final = cache_dir() / name
+    if (final / "lib64" / "libcudart.so").exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = pathlib.Path(tempfile.mkdtemp(prefix=name, dir=final.parent))
+    for entry in home.iterdir():
+        if entry.name not in ("lib", "lib64"):
+            (staging / entry.name).symlink_to(entry)
+    for folder in ("lib", "lib64"):
+        (staging / folder).mkdir()
+        for library in (home / "lib").iterdir():
+            (staging / folder / library.name).symlink_to(library)
+        if not (staging / folder / "libcudart.so").exists():
+            (staging / folder / "libcudart.so").symlink_to(runtime)
+    try:
+        staging.rename(final)
+    except OSError:  # another process was first, or an incomplete one is in the way
+        if not (final / "lib64" / "libcudart.so").exists():
+            shutil.rmtree(final, ignore_errors=True)
+            staging.rename(final)
+        else:
+            shutil.rmtree(staging)
+    return final
+
+
+def use_toolchain() -> Toolchain:
+    """Make the compiler found the one that SGLang's loader takes, by CUDA_HOME where nothing else names one."""
+    toolchain = find_toolchain()
+    if toolchain.source not in ("CUDA_HOME", "CUDA_PATH"):
+        os.environ["CUDA_HOME"] = str(toolchain.home)
+    return toolchain
+
+
+@functools.cache
+def load(header: str, instance: str) -> Any:
+    """The built and loaded module of one instance, e.g. ``load("gate/small_rows.cuh", "SmallRows<8, 1, 4>")``.
+
+    Its function ``run`` is ``rx::<instance>::run``. Builds on first use (seconds), then comes from the cache. Raises
+    :class:`BuildError`.
+    """
+    use_toolchain()
+    marker = "router_ext_" + re.sub(r"\W+", "_", instance).strip("_")
+    wrapper = [("run", f"::rx::{instance}::run")]
+    source = str(PACKAGE / header)
+    try:
+        if importlib.util.find_spec("sglang") is not None:
+            from sglang.kernels.jit.utils import load_jit
+
+            return load_jit(marker, cuda_files=[source], cuda_wrappers=wrapper)
+        return _load_without_sglang(marker, source, wrapper[0][1])
+    except BuildError:
+        raise
+    except Exception as error:
+        raise BuildError(f"{header} {instance}: {error}") from error
+
+
+def _load_without_sglang(marker: str, source: str, function: str) -> Any:
+    import torch
+    import tvm_ffi.cpp
+
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    if arch not in ARCH_TARGETS:
+        raise BuildError(f"sm_{arch}: the kernels are built for {', '.join(f'sm_{a}' for a in ARCH_TARGETS.values())}")
+    export = f'#include "{source}"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC(run, ({function}));\n'
+    return tvm_ffi.cpp.load_inline(marker, cuda_sources=export, extra_cuda_cflags=[*WITHOUT_SGLANG_FLAGS, *_target(arch)])
+
+
+def _target(arch: int) -> list[str]:
+    name = ARCH_TARGETS[arch]
+    return [f"-gencode=arch=compute_{name},code=sm_{name}"]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the assembler says of one kernel: registers a thread, shared memory, stack frame and spills in bytes."""
+
+    kernel: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def cross_compile(header: str, instances: Sequence[str], arch: int) -> list[Usage]:
+    """Compile instances for ``arch`` (90, 100, 103) without a GPU and without loading; raises :class:`BuildError`."""
+    import tvm_ffi.libinfo
+
+    toolchain = find_toolchain()
+    lines = ["#include <tvm/ffi/container/tensor.h>", "#include <tvm/ffi/function.h>", f'#include "{PACKAGE / header}"']
+    lines += [
+        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(run{i}, (::rx::{instance}::run));" for i, instance in enumerate(instances)
+    ]
+    includes = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
+    with tempfile.TemporaryDirectory() as folder:
+        unit = pathlib.Path(folder, "unit.cu")
+        unit.write_text("\n".join(lines) + "\n")
+        command = [toolchain.nvcc, *WITHOUT_SGLANG_FLAGS, *_target(arch), *(f"-I{path}" for path in includes)]
+        command += ["-Xptxas=-v", "-cubin", "-o", pathlib.Path(folder, "unit.cubin"), unit]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{header} for sm_{arch}: {done.stderr[-2000:]}")
+    return _parse_usage(done.stderr)
+
+
+def _parse_usage(text: str) -> list[Usage]:
+    """Read ptxas's report: one block of lines per kernel."""
+    found = []
+    for block in text.split("Compiling entry function")[1:]:
+
+        def number(pattern: str, block: str = block) -> int:
+            return sum(map(int, re.findall(pattern, block)))
+
+        name = re.search(r"'([^']+)'", block)
+        found.append(
+            Usage(
+                name.group(1) if name else "?",
+                number(r"Used (\d+) registers"),
+                number(r"(\d+) bytes smem"),
+                number(r"(\d+) bytes stack frame"),
+                number(r"(\d+) bytes spill"),
+            )
+        )
+    return found
+
+
+@contextmanager
+def target(arch: int) -> Iterator[None]:
+    """Let :func:`load` build for ``arch`` instead of the GPU found; one architecture a process, as the loader memoises it."""
+    from sglang.kernels.jit.utils import override_jit_cuda_arch
+
+    major, minor = divmod(arch, 10)
+    with override_jit_cuda_arch(major, minor):
+        yield

@@ -1,0 +1,13 @@
+"""The command ``sglang-router-ext``. One file a group of commands; ``app.py`` is what they share."""
+
+from __future__ import annotations
+
+from sglang_router_ext.cli import demo, machine, measure, table
+from sglang_router_ext.cli.app import app
+
+__all__ = ["app", "demo", "machine", "main", "measure", "table"]
+
+
+def main() -> None:
+    """The console script."""
+    app()

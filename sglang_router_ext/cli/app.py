@@ -1,0 +1,100 @@
+"""The application that commands register with, its consoles, and what all commands share. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
+
+from sglang_router_ext.contract import ContractError, expect
+
+WIDTH = 160
+"""Columns where the output is no terminal."""
+TICK_S = 5.0
+
+
+class _Group(TyperGroup):
+    """Turns a refused argument into one line and exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ContractError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="sglang-router-ext",
+    help="Faster MoE routers for SGLang (not sglang-router, the load balancer).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go; with ``stderr``, where progress goes, so that ``--json`` leaves stdout to itself."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def parse_rows(text: str) -> list[int]:
+    """``1,2,8-16`` -> row counts in ascending order. Raises :class:`ContractError` for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        numeric = first.isdecimal() and (last.isdecimal() or not dash) and int(first) >= 1
+        expect(numeric, "rows", repr(text), "row counts of at least 1 as in 1,2,8-16")
+        found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def pick(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """``names``, or all that are known where none is given. Raises :class:`ContractError` for an unknown one."""
+    for name in names or ():
+        expect(name in known, what, name, " | ".join(known))
+    return list(names or known)
+
+
+class Ticker:
+    """Progress of long work on stderr: a bar on a terminal, otherwise a line with the elapsed seconds every few seconds."""
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._console = console(stderr=True)
+        self._start = self._last = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Ticker:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, text: str = "", *, always: bool = False) -> None:
+        """One more done. ``text`` goes beside the count; ``always`` prints a line whatever the time."""
+        self._done += 1
+        self._bar.update(self._task, completed=self._done, description=f"{self._what} {text}".strip())
+        now = time.monotonic()
+        if always or (not self._console.is_terminal and (now - self._last >= TICK_S or self._done == self._total)):
+            self._last = now
+            self.say(f"{self._what} {self._done} of {self._total} {text}".strip())
+
+    def say(self, text: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, soft_wrap=True)

@@ -1,0 +1,42 @@
+"""``demo``: stock SGLang and the plugin side by side."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import msgspec
+import typer
+
+from sglang_router_ext import demo as demonstration
+from sglang_router_ext.cli.app import Ticker, app, console, print_json
+
+
+@app.command()
+def demo(
+    *,
+    layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
+    moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
+    keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces")] = None,
+    dummy: Annotated[bool, typer.Option("--dummy", help="times only, on weights that SGLang makes up")] = False,
+    record: Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
+    from sglang_router_ext.demo.serve import EngineFailed
+
+    with Ticker("demo") as ticker:
+        try:
+            report = demonstration.run(
+                layers=layers, moe_intermediate=moe_intermediate, keep=keep, dummy=dummy, record=record, say=ticker.say
+            )
+        except EngineFailed as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+    if as_json:
+        print_json({**msgspec.to_builtins(report), "agrees": report.agrees})
+    else:
+        from sglang_router_ext.demo.show import show
+
+        show(report, console())
+    raise typer.Exit(0 if report.agrees else 1)

@@ -1,0 +1,195 @@
+"""``check`` and ``bench``: whether the designs are right on this GPU, and how fast they are beside their peers."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.cli.app import Ticker, app, console, parse_rows, pick, print_json
+from sglang_router_ext.contract import Gpu, expect
+from sglang_router_ext.designs import DESIGNS, TABLE, Design
+
+if TYPE_CHECKING:
+    from sglang_router_ext.bench.check import Outcome
+    from sglang_router_ext.bench.inputs import Check
+    from sglang_router_ext.bench.run import Line
+
+OURS = [design.name for design in DESIGNS if design.target]
+DEFAULT_CASE = "glm-5.3-flash"
+SHOWN_FAILURES = 20
+"""Failing lines per design that are printed as they happen; the others are only counted, and stand in ``--json``."""
+
+
+def _this_gpu(command: str) -> Gpu:
+    from sglang_router_ext.bench import machine
+
+    gpu = machine.gpu()
+    expect(gpu is not None, command, "no CUDA GPU here", "a machine with one")
+    assert gpu is not None
+    return gpu
+
+
+@app.command()
+def check(
+    *,
+    design: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="only this model's shape; may be repeated")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="models only: odd sizes are builds of their own")] = False,
+    seed: Annotated[int, typer.Option(help="of the inputs")] = 0,
+    record: Annotated[bool, typer.Option("--record", help="write the result to the records of this GPU")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Hold every design against the oracle on this GPU: values, repeats, rows alone, CUDA graphs, and bad arguments."""
+    names = pick("design", design, OURS)
+    cases = pick("case", case, list(CASES)) if case else None
+    expect(not (record and cases), "record", "a check of some cases only", "a check of all cases, or of all models (--quick)")
+    gpu = _this_gpu("check")
+    from sglang_router_ext.bench import check as checks
+    from sglang_router_ext.bench.inputs import model_checks, odd_checks
+    from sglang_router_ext.bench.record import new_run, write
+
+    everything = [*model_checks(), *(() if quick else odd_checks())]
+    todo = [entry for entry in everything if cases is None or entry.case in cases]
+    identity = new_run(gpu.name)
+    with Ticker("builds") as ticker:
+        checks.build_ahead([TABLE[name] for name in names], todo, gpu, "cuda", ticker.say)
+    outcomes: list[Outcome] = []
+    for name in names:
+        mine = _check_one(TABLE[name], todo, gpu, seed)
+        outcomes += mine
+        if record:
+            write([checks.summary(TABLE[name], mine, identity)])
+    failed = any(outcome.failures for outcome in outcomes)
+    if as_json:
+        print_json([outcome._asdict() for outcome in outcomes])
+    else:
+        console().print(_check_table(outcomes, names))
+        _print_reasons(outcomes)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _check_one(design: Design, todo: Sequence[Check], gpu: Gpu, seed: int) -> list[Outcome]:
+    """Everything about one design, with progress. A lost GPU ends the command."""
+    from sglang_router_ext.bench import check as checks
+
+    todo = checks.concerning(design, todo)
+    model = CASES[DEFAULT_CASE].problem
+    found: list[Outcome] = []
+    failed = 0
+    with Ticker(design.name, len(todo)) as ticker:
+
+        def note(outcome: Outcome) -> None:
+            nonlocal failed
+            found.append(outcome)
+            failed += bool(outcome.failures)
+            if outcome.failures and failed <= SHOWN_FAILURES:
+                ticker.say(f"FAIL {outcome.design}: {outcome.check}: {outcome.failures[0]}")
+
+        try:
+            for outcome in checks.run([design], todo, gpu, "cuda", seed=seed):
+                note(outcome)
+                ticker.step(f"checks, {failed} failed")
+            for outcome in checks.run_bad_inputs([design], "bad inputs", model, gpu, "cuda"):
+                note(outcome)
+        except checks.GpuLost as error:
+            typer.echo(f"error: the GPU is lost and nothing after this can run: {error}", err=True)
+            raise typer.Exit(1) from error
+        ticker.say(f"{design.name}: {sum(not o.refused for o in found)} judged, {failed} failed")
+    return found
+
+
+def _check_table(outcomes: Sequence[Outcome], names: Sequence[str]) -> Table:
+    """Cases down, designs across: judged / failed, or refused."""
+    table = Table(title="checks judged", title_justify="left")
+    table.add_column("case")
+    for name in names:
+        table.add_column(name, justify="right")
+    for case in dict.fromkeys(outcome.case for outcome in outcomes):
+        cells = []
+        for name in names:
+            mine = [outcome for outcome in outcomes if (outcome.case, outcome.design) == (case, name)]
+            judged = [outcome for outcome in mine if not outcome.refused]
+            failed = sum(bool(outcome.failures) for outcome in judged)
+            cells.append(f"[red]{len(judged)} ({failed} FAILED)[/]" if failed else str(len(judged)) if judged else "refused")
+        table.add_row(case, *cells)
+    return table
+
+
+def _print_reasons(outcomes: Sequence[Outcome]) -> None:
+    """Every distinct reason for a refusal, with how often it applied, and every failure."""
+    reasons: dict[str, int] = {}
+    for outcome in outcomes:
+        for reason in outcome.refused:
+            text = f"{outcome.design} on {outcome.case}: {reason}"
+            reasons[text] = reasons.get(text, 0) + 1
+    out = console()
+    for text, count in reasons.items():
+        out.print(f"refused  {text} ({count} checks)", markup=False, soft_wrap=True)
+    for outcome in outcomes:
+        for text in outcome.failures:
+            out.print(f"FAILED   {outcome.design}: {outcome.check}: {text}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    *,
+    case: Annotated[list[str] | None, typer.Option(help=f"may be repeated; without it {DEFAULT_CASE}")] = None,
+    rows: Annotated[str, typer.Option(help="row counts, as in 1,6,16-18")] = "",
+    warm: Annotated[bool, typer.Option("--warm", help="only with the data in the L2 cache")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="only with the L2 cache flushed; without either, both")] = False,
+    record: Annotated[bool, typer.Option("--record", help="write each row count's times to this GPU's records")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    plot: Annotated[pathlib.Path | None, typer.Option(help="write a plot to this PNG file")] = None,
+) -> None:
+    """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
+    cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
+    counts = parse_rows(rows) if rows else None
+    gpu = _this_gpu("bench")
+    from sglang_router_ext.bench import clock, report, run
+    from sglang_router_ext.bench.record import new_run, write
+
+    counts = counts or list(run.DEFAULT_ROWS)
+    caches = [name for name, asked in (("cold", cold), ("warm", warm)) if asked] or list(run.CACHES)
+    identity = new_run(gpu.name)
+    lines: list[Line] = []
+    lost: list[str] = []
+    with Ticker("bench", len(cases) * len(counts)) as ticker:
+        ticker.say(f"{gpu}, run {identity.run}, commit {identity.commit}")
+        the_clock = clock.Clock()
+        ticker.say("clock ready")
+        for one in cases:
+            run.build_ahead(one, gpu, the_clock.device, ticker.say)
+            for count in counts:
+                try:
+                    new = run.measure(the_clock, one, count, gpu, caches=caches)
+                except clock.ClockError as error:
+                    lost.append(f"{one.name} rows {count}: {error}")
+                    ticker.step(f"{one.name} rows {count}: {error}", always=True)
+                    continue
+                lines += new
+                if record:
+                    write(run.records(new, identity, one.problem))
+                ticker.step(report.headline(new), always=True)
+    wrong = [*report.failures(lines), *lost]
+    if as_json:
+        print_json({"identity": identity, "lines": lines, "failures": wrong})
+    else:
+        _print_bench(lines, wrong)
+    if plot is not None:
+        report.plot(lines, plot)
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _print_bench(lines: Sequence[Line], wrong: Sequence[str]) -> None:
+    from sglang_router_ext.bench import report
+
+    out = console()
+    for table in report.tables(lines):
+        out.print(table)
+    for text in (*report.per_pass(lines), *report.remarks(lines), *(f"FAILED {text}" for text in wrong)):
+        out.print(text, markup=False, soft_wrap=True)

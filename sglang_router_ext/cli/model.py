@@ -1,0 +1,55 @@
+"""The router that a checkpoint's ``config.json`` asks for, without loading the model."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.contract import Problem, expect
+
+FP32_GATES = ("glm4_moe",)
+"""Model types whose gate weight is fp32 whatever their ``config.json`` says."""
+SOFTMAX_DEFAULT = ("deepseek_v2",)
+"""Model types that route by softmax, without a bias, unless they say otherwise."""
+REQUIRED = ("n_routed_experts", "hidden_size", "num_experts_per_tok")
+
+
+def problem_of(model: str) -> Problem:
+    """``model``: a case name, a checkpoint's folder, or its ``config.json``.
+
+    Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
+    configuration is not of the DeepSeek-V3 kind.
+    """
+    if model in CASES:
+        return CASES[model].problem
+    path = pathlib.Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    expect(file.is_file(), "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        expect(False, "model", f"{file}: {error}", "JSON")
+    return from_config(config)
+
+
+def from_config(config: dict[str, Any]) -> Problem:
+    """The problem of one layer from the fields of a Hugging Face configuration."""
+    config = config.get("text_config") or config
+    for field in REQUIRED:
+        expect(isinstance(config.get(field), int), f"model: {field}", config.get(field), "an integer, as DeepSeek-V3's has")
+    kind = config.get("model_type", "")
+    softmax = kind in SOFTMAX_DEFAULT
+    fp32 = kind in FP32_GATES or bool(config.get("router_fp32"))
+    return Problem(
+        experts=config["n_routed_experts"],
+        hidden=config["hidden_size"],
+        topk=config["num_experts_per_tok"],
+        score=config.get("scoring_func") or ("softmax" if softmax else "sigmoid"),
+        bias=config["topk_method"] == "noaux_tc" if "topk_method" in config else not softmax,
+        groups=config.get("n_group") or 1,
+        groups_kept=config.get("topk_group") or 1,
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        weight_dtype="float32" if fp32 else "bfloat16",
+    )

@@ -1,0 +1,149 @@
+"""``list`` and ``explain``: the design table, and what it means for a model on a GPU. Neither needs torch or a GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from sglang_router_ext import settings
+from sglang_router_ext.choose import Choice, choose
+from sglang_router_ext.cli import model as models
+from sglang_router_ext.cli.app import app, console, parse_rows, print_json
+from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
+from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, Design, Rows
+
+
+@app.command("list")
+def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Print the table of designs, and the backends that choose among them."""
+    if as_json:
+        designs = [{**msgspec.to_builtins(design), "source_hash": design.source_hash} for design in DESIGNS]
+        print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES})
+        return
+    table = Table(title="designs", title_justify="left")
+    for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
+        table.add_column(name)
+    for design in DESIGNS:
+        archs = "any" if design.archs is None else ", ".join(f"sm_{arch}" for arch in design.archs)
+        bands = "; ".join(f"{gpu}: {', '.join(map(str, rows))}" for gpu, rows in design.bands.items()) or "-"
+        stable = "yes" if design.row_stable else "no"
+        table.add_row(
+            design.name,
+            "+".join(design.stages),
+            design.status,
+            archs,
+            str(design.rows),
+            _limits(design),
+            stable,
+            bands,
+            design.what,
+        )
+    console().print(table)
+    backends = Table(title="--moe-runner-backend", title_justify="left")
+    for name in ("backend", "what it is", "designs"):
+        backends.add_column(name)
+    for backend in BACKENDS.values():
+        backends.add_row(backend.name, backend.what, ", ".join(backend.designs) or "any with a measured band")
+    console().print(backends)
+    console().print(f"SGLANG_ROUTER_EXT_GATE: {' | '.join(GATES)}")
+
+
+def _limits(design: Design) -> str:
+    parts = [
+        "" if design.max_experts is None else f"experts <= {design.max_experts}",
+        "" if design.max_topk is None else f"top-k <= {design.max_topk}",
+        "" if design.hidden_multiple == 1 else f"hidden in {design.hidden_multiple}s",
+        "" if design.max_hidden is None else f"hidden <= {design.max_hidden}",
+    ]
+    return ", ".join(part for part in parts if part) or "-"
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """The choice for a range of row counts."""
+
+    rows: Rows
+    choice: Choice
+
+
+def _span(rows: Rows) -> str:
+    return str(rows.first) if rows.first == rows.last else str(rows)
+
+
+def explain_rows(
+    problem: Problem, gpu: Gpu | None, backend: str | None, gate: str, rows: list[int] | None, unavailable: dict[str, str]
+) -> list[Explanation]:
+    """The choice at each of ``rows``, or at every range of row counts in which it is the same."""
+
+    def at(count: int) -> Choice:
+        return choose(problem, count, gpu, backend=backend, gate=gate, unavailable=unavailable)
+
+    if rows is not None:
+        return [Explanation(Rows(count, count), at(count)) for count in rows]
+    spans = [span for design in DESIGNS for span in (design.rows, *(s for band in design.bands.values() for s in band))]
+    edges = {1} | {span.first for span in spans} | {span.last + 1 for span in spans if span.last is not None}
+    starts = sorted(edges)
+    found: list[Explanation] = []
+    for first, following in zip(starts, [*starts[1:], None], strict=True):
+        choice = at(first)
+        last = None if following is None else following - 1
+        if found and str(found[-1].choice) == str(choice):
+            found[-1] = Explanation(Rows(found[-1].rows.first, last), found[-1].choice)
+        else:
+            found.append(Explanation(Rows(first, last), choice))
+    return found
+
+
+def _this_gpu() -> tuple[Gpu, dict[str, str]]:
+    from sglang_router_ext.bench import machine
+    from sglang_router_ext.plugin import preflight
+
+    gpu = machine.gpu()
+    expect(gpu is not None, "gpu", "no CUDA GPU here", "a name: --gpu h200 | b300 | ...")
+    assert gpu is not None
+    return gpu, preflight.unavailable()
+
+
+@app.command()
+def explain(
+    *,
+    model: Annotated[str, typer.Option(help="a case of bench, a checkpoint's folder, or a config.json")],
+    gpu: Annotated[str, typer.Option(help="h200, b300, ...; without it, the GPU of this machine")] = "",
+    backend: Annotated[str, typer.Option("--moe-runner-backend", help="as for SGLang; stock ones too")] = "router_ext",
+    gate: Annotated[str, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = "",
+    rows: Annotated[str, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = "",
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Say which designs run for a model at each row count, and why the others do not."""
+    problem = models.problem_of(model)
+    where, unavailable = (gpu_by_name(gpu), {}) if gpu else _this_gpu()
+    expect(backend in BACKENDS or not backend.startswith("router_ext"), "moe-runner-backend", backend, " | ".join(BACKENDS))
+    ours = backend if backend in BACKENDS else None
+    asked = gate or settings.read().gate
+    found = explain_rows(problem, where, ours, asked, parse_rows(rows) if rows else None, unavailable)
+    if as_json:
+        print_json({"problem": problem, "gpu": where, "backend": backend, "gate": asked, "rows": found})
+        return
+    out = console()
+    stock = "" if ours else " (not ours: its selection stays SGLang's)"
+    out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
+    table = Table(title="what runs", title_justify="left")
+    for name in ("rows", "gate", "selection"):
+        table.add_column(name)
+    for entry in found:
+        table.add_row(_span(entry.rows), entry.choice.gate, entry.choice.selection)
+    out.print(table)
+    out.print("host: SGLang's own path")
+    losers = Table(title="why others do not", title_justify="left")
+    for name in ("design", "rows", "reasons"):
+        losers.add_column(name)
+    for design in DESIGNS:
+        texts: dict[str, list[str]] = {}
+        for entry in found:
+            if design.name in entry.choice.losers:
+                texts.setdefault("; ".join(entry.choice.losers[design.name]), []).append(_span(entry.rows))
+        for text, where_rows in texts.items():
+            losers.add_row(design.name, ", ".join(where_rows), text)
+    out.print(losers)

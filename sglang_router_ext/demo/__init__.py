@@ -1,0 +1,56 @@
+"""``sglang-router-ext demo``: stock SGLang and the plugin side by side. Imports no torch until it runs.
+
+checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds
+serve.py        with a GPU: two real engines, same prompts; engine.py is one of them, compare.py the judge, trace.py the profile
+cpu.py          without one: SGLang's own modules on the CPU, with the oracle behind the plugin's hooks
+show.py         the report as tables
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_router_ext.demo.cpu import CpuReport
+    from sglang_router_ext.demo.serve import ServeReport
+
+LAYERS, MOE_INTERMEDIATE = 4, 64
+
+
+def run(
+    *,
+    layers: int = LAYERS,
+    moe_intermediate: int = MOE_INTERMEDIATE,
+    keep: pathlib.Path | None = None,
+    dummy: bool = False,
+    record: bool = False,
+    say: Callable[[str], None] = print,
+) -> CpuReport | ServeReport:
+    """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
+
+    ``keep``: folder for checkpoint, logs and traces. ``dummy``: times only, on weights that SGLang makes up, so that a model of
+    any size can be timed. ``record``: write the times to the records of this GPU if everything agreed. These three matter with
+    a GPU only. ``say`` gets a line of progress at a time. Raises :class:`~sglang_router_ext.contract.ContractError`.
+    """
+    import torch
+
+    from sglang_router_ext.contract import expect
+    from sglang_router_ext.demo.checkpoint import Size
+
+    expect(layers >= 2, "layers", layers, "at least 2: the first has no experts")
+    expect(moe_intermediate >= 16 and moe_intermediate % 16 == 0, "moe_intermediate", moe_intermediate, "multiples of 16")
+    size = Size(layers, moe_intermediate)
+    if not torch.cuda.is_available():
+        expect(not record, "record", "no CUDA GPU", "a machine with one: no time is measured without")
+        from sglang_router_ext.demo import cpu
+
+        return cpu.run(size, say)
+    from sglang_router_ext.bench import record as records
+    from sglang_router_ext.demo import serve
+
+    report = serve.run(size, say, keep=keep, dummy=dummy)
+    if record and report.agrees:
+        records.write([serve.record_of(report)])
+    return report

@@ -1,0 +1,118 @@
+"""The demo's reports as tables on a rich console."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_router_ext.demo.cpu import BACKEND, CpuReport
+from sglang_router_ext.demo.serve import OURS, STOCK, Judged, ServeReport
+from sglang_router_ext.demo.trace import RouterTime
+
+SHOWN = 4
+
+
+def show(report: CpuReport | ServeReport, console: Console) -> None:
+    if isinstance(report, CpuReport):
+        _show_cpu(report, console)
+    else:
+        _show_serve(report, console)
+    verdict = "[green]Everything that must agree does.[/]" if report.agrees else "[red]Something that must agree does not.[/]"
+    console.print(f"{verdict} {report.seconds:.0f} s")
+
+
+def _show_cpu(report: CpuReport, console: Console) -> None:
+    console.print(
+        f"No CUDA GPU here: SGLang's MoE gate and top-k on the CPU, {report.problem}. No kernel runs, no time is measured."
+    )
+    table = Table(
+        title_justify="left", title=f"SGLang's modules with the hooks of {BACKEND}, the oracle in place of the kernels"
+    )
+    for name in ("layer", "rows", "hooks = oracle", "SGLang's top-k = oracle", "moved by bf16 logits", "moved by a bf16 bias"):
+        table.add_column(name, justify="right")
+    for check in report.checks:
+        moved = (f"{count} of {check.rows}" for count in (check.moved_by_logits, check.moved_by_bias))
+        table.add_row(str(check.layer), str(check.rows), _yes(check.hooked), _yes(check.native), *moved)
+    console.print(table)
+    console.print(
+        "moved: rows that go to other experts. SGLang's gate rounds its logits to bf16 on a CPU, and not on a GPU; a bf16 bias"
+        " is what this comparison has to notice."
+    )
+    for check in report.checks:
+        for difference in [*check.hooked, *check.native][:SHOWN]:
+            console.print(f"[red]layer {check.layer}, {check.rows} rows: {difference}[/]")
+    console.print("Calls that the hooks saw: " + "; ".join(report.paths))
+    table = Table(
+        "GPU",
+        "rows",
+        "runs",
+        title_justify="left",
+        title=f"What {BACKEND} would run elsewhere (sglang-router-ext explain says why)",
+    )
+    for gpu, choice in report.choices.items():
+        for rows, what in choice.items():
+            table.add_row(gpu, rows, what)
+    console.print(table)
+    console.print("On Blackwell GPUs the kernels are compiled in tests, and have not been run.")
+
+
+def _yes(differences: list[str]) -> str:
+    return "[red]no[/]" if differences else "yes"
+
+
+def _show_serve(report: ServeReport, console: Console) -> None:
+    console.print(f"{report.gpu}: SGLang serving {report.problem}, {report.moe_layers} MoE layers")
+    starts = ", ".join(f"{name} {served.start_s:.0f} s" for name, served in report.served.items())
+    console.print(f"Engine starts: {starts}")
+    stock, ours = report.served[STOCK], report.served[OURS]
+    table = Table(title_justify="left", title="A decode step, and the router of one layer in it")
+    for name in ("requests", "step, stock", f"step, {OURS}", "router, stock", f"router, {OURS}"):
+        table.add_column(name, justify="right")
+    for size in stock.step_ms:
+        steps = (f"{served.step_ms[size]:.3f} ms" for served in (stock, ours))
+        table.add_row(str(size), *steps, *(_router(served.router[size]) for served in (stock, ours)))
+    console.print(table)
+    if not report.replaced:
+        console.print("[red]The profile does not show the plugin's kernels at every batch size.[/]")
+    if report.stock is None:
+        console.print("Dummy weights: tokens are not compared.")
+        return
+    table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
+    for judged in report.same:
+        table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))
+    noticed, followed = report.changed
+    table.add_row(noticed.what, *_counts(noticed), _verdict(noticed, wanted_equal=False))
+    table.add_row(followed.what, *_counts(followed), _verdict(followed, wanted_equal=True))
+    console.print(table)
+    console.print(
+        f"Two stock runs of different batch sizes differ in up to {report.stock.differing:.0%} of the sequences. Where the"
+        f" prefix is the same, their log-probabilities are up to {report.stock.shift:.3f} apart (shift)."
+    )
+    for judged in [*report.same, followed]:
+        _show_differences(judged, console)
+
+
+def _router(time: RouterTime | None) -> str:
+    return "not found" if time is None else f"{time.median_us:.2f} us\n" + "\n".join(time.kernels)
+
+
+def _counts(judged: Judged) -> tuple[str, str]:
+    return f"{judged.found.equal} of {judged.found.sequences}", f"{judged.found.largest:.3f}"
+
+
+def _verdict(judged: Judged, *, wanted_equal: bool) -> str:
+    if wanted_equal:
+        text = "differs" if judged.against else "equal" if not judged.found.differences else "equal but for near-ties"
+        return f"[red]{text}[/]" if judged.against else text
+    return "noticed" if judged.against else "[red]not noticed[/]"
+
+
+def _show_differences(judged: Judged, console: Console) -> None:
+    for difference in judged.found.differences[:SHOWN]:
+        one, other = difference.tokens
+        console.print(
+            f"  {judged.what}: sequence {difference.sequence}, step {difference.step}: token {one} against {other}. With the"
+            f" same prefix, {one} led by {difference.lead:.3f}, and log-probabilities differ by {difference.shift:.3f}."
+        )
+    for text in judged.against[:SHOWN]:
+        console.print(f"[red]  {judged.what}: {text}[/]")

@@ -1,0 +1,75 @@
+// Programmatic dependent launch (PDL), the launch itself, and 16-byte loads; the only place that knows these.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <cstdint>
+
+namespace rx {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+using tvm::ffi::TensorView;
+
+// Waits until every grid that this one was launched after has completed and its memory is visible. Per thread.
+__device__ __forceinline__ void wait_for_producer() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next grid of the stream start. It orders no memory: that grid's own wait does.
+__device__ __forceinline__ void let_consumer_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// 16 bytes that this kernel reads once; the L2 fetches the 256 bytes around them. Not .nc: ptxas moves such loads behind the
+// wait, and a weight is to be asked for before it.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+// 16 bytes that another grid writes or may have written; each of the four words is read whole, from the L2.
+__device__ __forceinline__ uint4 load_shared_by_grids(const void* address) {
+  uint4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
+inline cudaStream_t stream_of(const TensorView& tensor) {
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
+}
+
+// Launches `kernel` with the PDL attribute, in clusters of (1, cluster, 1) blocks; raises RuntimeError with CUDA's own text.
+template <typename... Formal, typename... Actual>
+inline void launch(
+    void (*kernel)(Formal...), dim3 grid, dim3 block, unsigned cluster, cudaStream_t stream, Actual... arguments) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 1;
+  attributes[1].val.clusterDim.y = cluster;
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "launch: " << cudaGetErrorString(error);
+}
+
+}  // namespace rx

@@ -1,0 +1,20 @@
+// The order of rank keys, the tie rule and the NaN rule of the contract; the only definitions.
+#pragma once
+
+#include <cstdint>
+
+namespace rx {
+
+// Ranks below every key, minus infinity included: an expert that is taken or does not exist.
+inline constexpr uint32_t kNoKey = 0u;
+inline constexpr float kNanKey = -1e30f;
+
+// fp32 -> uint32 so that unsigned order is the order of the contract; NaN ranks as kNanKey. A key is a score, never -0, plus a
+// bias, so it is never -0 itself.
+__device__ __forceinline__ uint32_t order_of(float key) {
+  key = key == key ? key : kNanKey;
+  const uint32_t bits = __float_as_uint(key);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+
+}  // namespace rx

@@ -1,0 +1,153 @@
+"""What ``doctor`` finds: the machine, the compiler, the records, whether the plugin is found, and whether its hooks come alive.
+
+Everything that imports SGLang happens in a process of its own, which loads plugins the way a server does: a broken
+installation is then a finding, not a traceback, and the hooks are proven and not just looked up. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.bench import machine, record
+
+ENTRY_POINTS = "sglang.srt.plugins"
+ENTRY_POINT = "router_ext"
+PROBE_TIMEOUT_S = 300
+PROBE_MARK = "SGLANG_ROUTER_EXT_PROBE "
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing looked at. ``state``: ``ok``, ``note`` (works, or concerns only some designs) or ``problem``."""
+
+    section: str
+    subject: str
+    state: str
+    text: str
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, quick ones first; the last sections wait for a process that imports SGLang."""
+    yield from _machine()
+    yield _toolchain()
+    yield from _records()
+    entry = _entry_point()
+    yield entry
+    yield from _plugin()
+    yield from _live()
+
+
+def _machine() -> Iterator[Finding]:
+    for name, version in machine.versions().items():
+        yield Finding("versions", name, "ok" if version else "note", version or "not found")
+    try:
+        gpu = machine.gpu()
+    except ImportError as error:
+        yield Finding("GPU", "torch", "problem", str(error))
+        return
+    yield Finding("GPU", "device", "ok" if gpu else "problem", str(gpu) if gpu else "no CUDA GPU")
+
+
+def _toolchain() -> Finding:
+    from sglang_router_ext import build
+
+    try:
+        found = build.find_toolchain()
+    except build.BuildError as error:
+        return Finding("compiler", "nvcc", "problem", str(error))
+    return Finding("compiler", "nvcc", "ok", f"{found.version} at {found.nvcc} (from {found.source})")
+
+
+def _records() -> Iterator[Finding]:
+    for path in sorted(record.DIRECTORY.glob("*.jsonl")):
+        try:
+            found = record.read(path)
+        except record.RecordError as error:
+            yield Finding("records", path.name, "problem", str(error))
+            continue
+        yield Finding("records", path.name, "ok", f"{len(found)} lines")
+        for text in (*record.stale(found), *record.unproven(found)):
+            yield Finding("records", path.name, "note", text)
+
+
+def _entry_point() -> Finding:
+    names = [point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    if ENTRY_POINT in names:
+        return Finding("plugin", "entry point", "ok", f"{ENTRY_POINT} in {ENTRY_POINTS}")
+    return Finding(
+        "plugin", "entry point", "problem", f"SGLang does not find {ENTRY_POINT}: the package is not installed by pip"
+    )
+
+
+def _plugin() -> Iterator[Finding]:
+    """Preflight's findings and every hook, from a process that loads plugins as a server does."""
+    command = [sys.executable, "-c", "from sglang_router_ext import doctor; doctor.probe()"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        yield Finding("plugin", "probe", "problem", f"importing SGLang took more than {PROBE_TIMEOUT_S} s")
+        return
+    answers = [line for line in done.stdout.splitlines() if line.startswith(PROBE_MARK)]
+    for line in answers:
+        yield msgspec.json.decode(line.removeprefix(PROBE_MARK), type=Finding)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        yield Finding("plugin", "probe", "problem", last)
+
+
+def probe() -> None:
+    """The other process: prints each finding as a marked line. SGLang prints what it likes in between."""
+    from sglang_router_ext.plugin import hooks, preflight
+
+    def tell(section: str, subject: str, state: str, text: str) -> None:
+        finding = json.dumps({"section": section, "subject": subject, "state": state, "text": text})
+        print(f"\n{PROBE_MARK}{finding}", flush=True)
+
+    version = preflight.sglang_version()
+    tell("plugin", "SGLang", "ok" if version == TESTED_SGLANG else "note", f"{version}; tested: {TESTED_SGLANG}")
+    findings = preflight.check(preflight.detect_gpu())
+    for found in findings:
+        tell("preflight", found.subject, "problem" if found.blocks else "note", found.text)
+    if not findings:
+        tell("preflight", "all", "ok", "nothing against running any backend")
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    early = {hook.target for hook in hooks.HOOKS if hooks.live(hook)}
+    for hook in hooks.needed(where=hooks.EVERY_PROCESS):
+        alive = hook.target in early
+        text = "live after load_plugins()" if alive else "not live after load_plugins()"
+        tell("hooks", hook.target, "ok" if alive else "problem", text)
+    rest = hooks.needed(where=hooks.SCHEDULER)
+    try:
+        hooks.install(rest)
+    except hooks.HookError as error:
+        tell("hooks", "install", "problem", str(error))
+    for hook in rest:
+        alive = hooks.live(hook)
+        tell("hooks", hook.target, "ok" if alive else "problem", "live once installed" if alive else "not live once installed")
+
+
+def _live() -> Iterator[Finding]:
+    from sglang_router_ext.plugin import counters
+
+    found = counters.read_live()
+    if not found:
+        yield Finding("servers", "live", "ok", "no process of this user runs the plugin")
+    for status in found:
+        yield Finding("servers", f"pid {status.identity.pid}", "ok", _status(status))
+
+
+def _status(status: Any) -> str:
+    who = status.identity
+    ran = "; ".join(f"{c.stage}: {c.design} x {c.calls}{f' ({c.reason})' if c.reason else ''}" for c in status.counts)
+    asked = f"backend {', '.join(who.backends) or 'stock'}, gate {who.gate}"
+    return f"{who.role}, {who.gpu}, {asked}, {len(status.hooks)} hooks live; {ran or 'no MoE layer ran'}"

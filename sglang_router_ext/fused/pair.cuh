@@ -1,0 +1,43 @@
+// The fused pair: small_rows writes the sums of its K slices, warp_select adds them, in order, and selects. Two launches
+// chained by PDL; the sums pass through L2. Adding in the consumer saves the gate the exchange between its blocks. small_rows
+// lets warp_select start only after its own wait, so whoever wrote the bias before the pair is done by then.
+#pragma once
+
+#include "../gate/small_rows.cuh"
+#include "../selection/warp_select.cuh"
+
+namespace rx {
+
+template <int kWarps, int kTiles, int kDepth, bool kExact, int kGroups, int kSlices, bool kVector>
+struct Pair {
+  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, bias [experts] fp32, num_token_non_padded [1] int32 or empty;
+  // written: sums [slices, rows, experts up to whole blocks] fp32 (scratch), logits [rows, experts] fp32, ids [rows, topk] int32,
+  // weights [rows, topk] fp32
+  static void
+  run(TensorView hidden,
+      TensorView weight,
+      TensorView bias,
+      TensorView sums,
+      TensorView logits,
+      TensorView ids,
+      TensorView weights,
+      TensorView num_token_non_padded,
+      double scale,
+      bool renormalize) {
+    const cudaStream_t stream = stream_of(hidden);
+    SmallRowsParams gate = small_rows_params(hidden, weight);
+    gate.out = static_cast<float*>(sums.data_ptr());
+    gate.out_stride = sums.stride(1);
+    gate.slice_stride = sums.stride(0);
+    launch_small_rows<kWarps, kTiles, kDepth, kExact, false>(gate, kSlices, stream);
+
+    WarpSelectParams select = warp_select_params(bias, ids, weights, num_token_non_padded, scale, renormalize);
+    select.logits = gate.out;
+    select.row_stride = gate.out_stride;
+    select.slice_stride = static_cast<int>(gate.slice_stride);
+    select.logits_out = static_cast<float*>(logits.data_ptr());
+    launch_warp_select<kGroups, kSlices, kVector>(select, stream);
+  }
+};
+
+}  // namespace rx

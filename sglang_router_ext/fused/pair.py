@@ -1,0 +1,46 @@
+"""``pair``: gate and selection for 1 to 16 rows in two launches chained by PDL; see pair.cuh."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_router_ext import build
+from sglang_router_ext.arguments import check_gate, check_selection
+from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.gate.small_rows import config
+from sglang_router_ext.selection.warp_select import outputs, template, vectorised
+
+HEADER = "fused/pair.cuh"
+
+
+def instance(experts: int, hidden: int, vector: bool) -> str:
+    """The C++ instance that serves a shape."""
+    split = config(experts, hidden)
+    groups, vector_flag = template(experts, vector).split(", ")
+    return f"Pair<{split.template}, {groups}, {split.slices}, {vector_flag}>"
+
+
+def pair(
+    problem: Problem,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    num_token_non_padded: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16, ``bias`` [experts] fp32 ->
+    logits [rows, experts] fp32, ids [rows, topk] int32, weights [rows, topk] fp32.
+    """
+    check_gate("pair", hidden, weight)
+    expect(tuple(weight.shape) == (problem.experts, problem.hidden), "weight", tuple(weight.shape), f"the shape of {problem}")
+    check_selection("pair", problem, None, bias, num_token_non_padded, hidden.device)
+    rows, experts, device = len(hidden), problem.experts, hidden.device
+    split = config(experts, problem.hidden)
+    columns = -(-experts // split.padded) * split.padded
+    sums = torch.empty((split.slices, rows, columns), dtype=torch.float32, device=device)
+    logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
+    ids, weights = outputs(rows, problem.topk, device)
+    padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias)))
+    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, problem.scale, problem.renormalize)
+    return logits, ids, weights

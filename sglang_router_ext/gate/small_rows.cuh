@@ -1,0 +1,206 @@
+// Gate GEMM for 1 to 16 rows: logits[rows, experts] = hidden[rows, hidden] x weight[experts, hidden]^T, bf16 in, fp32 out.
+//
+// A block owns 8 * kTiles experts and one of kSlices slices of K; its kWarps warps split the slice. Grid: (experts, slices).
+//   registers   each lane holds 16-byte pieces of 8 experts and of the rows; nothing of the operands goes through shared memory
+//   shared      [kWarps][8 or 16][8 * kTiles] fp32: one partial tile per warp, added in warp order by one thread per logit
+//   cluster     (kCluster) the slices of a tile are one cluster; slices 1.. send their sums to slice 0 with st.async
+// The order of additions depends on (experts, hidden) alone, so a row's logits are bitwise the same in every batch.
+//
+// mma.m16n8k16 fixes which lane holds which k, but a dot product may take its k in any order as long as both operands do:
+// lane t of a quad takes 8 consecutive k with one 16-byte load and feeds them to two instructions.
+#pragma once
+
+#include "../device/launch.cuh"
+
+namespace rx {
+
+struct SmallRowsParams {
+  const __nv_bfloat16* hidden;  // [rows, hidden]
+  const __nv_bfloat16* weight;  // [experts, hidden]
+  float* out;                   // kCluster: logits [rows, experts]; else sums of one slice each [slices, rows, experts]
+  int64_t hidden_stride, weight_stride, out_stride, slice_stride;  // elements
+  int rows, experts;
+  int vectors;  // 16-byte pieces of one row: hidden / 8
+};
+
+__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves out
+// every bound on K; a cold GPU fetches the instructions from memory too. kTall: more than 8 rows.
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kTall, bool kCluster>
+__global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
+  constexpr int kHalves = kTall ? 2 : 1, kRows = 8 * kHalves, kExperts = 8 * kTiles, kThreads = kWarps * kWarp;
+  __shared__ float partial[kWarps][kRows][kExperts];
+  __shared__ float arrived[kCluster ? 8 : 1][kRows * kExperts];
+  __shared__ alignas(8) uint64_t barrier;
+
+  const int warp = threadIdx.x / kWarp, group = threadIdx.x % kWarp / 4, lane = threadIdx.x % 4;
+  const int slice = blockIdx.y, slices = gridDim.y, first_expert = blockIdx.x * kExperts;
+
+  // This warp's 16-byte pieces of K, contiguous in memory: [begin, past).
+  int begin = (slice * kWarps + warp) * kDepth * 4, past = begin + kDepth * 4;
+  if constexpr (!kExact) {
+    const int chunks = (params.vectors + 3) / 4, shares = slices * kWarps, share = slice * kWarps + warp;
+    begin = chunks * share / shares * 4;
+    past = min(chunks * (share + 1) / shares * 4, params.vectors);
+  }
+
+  // Rows and experts past the end read the last one again; what comes of it is not stored.
+  uint4 weight[kDepth][kTiles];
+  const __nv_bfloat16* weight_row[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int expert = min(first_expert + tile * 8 + group, params.experts - 1);
+    weight_row[tile] = params.weight + expert * params.weight_stride + (begin + lane) * 8;
+  }
+  auto load_weight = [&](int done) {  // `done` pieces of this lane's lie behind
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int step = done + 4 * i;
+        const bool inside = kExact || begin + lane + step < past;
+        weight[i][tile] = inside ? load_once(weight_row[tile] + step * 8) : uint4{};
+      }
+    }
+  };
+  load_weight(0);
+
+  const __nv_bfloat16* hidden_row[kHalves];
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    hidden_row[half] = params.hidden + min(group + 8 * half, params.rows - 1) * params.hidden_stride + (begin + lane) * 8;
+  }
+
+  if constexpr (kCluster) {
+    if (slice == 0 && threadIdx.x == 0) {
+      const uint32_t bytes = (slices - 1) * params.rows * kExperts * sizeof(float);
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barrier)));
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes));
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+  wait_for_producer();
+  let_consumer_start();
+
+  float sum[kTiles][2][4] = {};
+  auto multiply = [&](int done) {
+    uint4 row[kDepth][kHalves];
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const int step = done + 4 * i;
+        const bool inside = kExact || begin + lane + step < past;
+        row[i][half] = inside ? load_shared_by_grids(hidden_row[half] + step * 8) : uint4{};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const uint4 low = row[i][0], high = kTall ? row[i][kHalves - 1] : uint4{};
+      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        mma_16x8x16(sum[tile][0], first, weight[i][tile].x, weight[i][tile].y);
+        mma_16x8x16(sum[tile][1], second, weight[i][tile].z, weight[i][tile].w);
+      }
+    }
+  };
+  multiply(0);
+  if constexpr (!kExact) {
+    for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
+      load_weight(done);
+      multiply(done);
+    }
+  }
+
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = tile * 8 + lane * 2;
+    *reinterpret_cast<float2*>(&partial[warp][group][column]) =
+        make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
+    if constexpr (kTall) {
+      *reinterpret_cast<float2*>(&partial[warp][group + 8][column]) =
+          make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
+    }
+  }
+  __syncthreads();
+  if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+  static_assert(kRows * kExperts <= kThreads, "one thread adds up one logit");
+  const int r = threadIdx.x / kExperts, column = threadIdx.x % kExperts, expert = first_expert + column;
+  if (r >= params.rows) return;
+  float sums[4] = {};  // four, since additions to one would wait for one another
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sums[w % 4] += partial[w][r][column];
+  float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  if constexpr (kCluster) {
+    if (slice > 0) {
+      uint32_t target, remote_barrier;
+      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][threadIdx.x])));
+      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote_barrier) : "r"(shared_address(&barrier)));
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
+          "r"(__float_as_uint(total)),
+          "r"(remote_barrier)
+          : "memory");
+      return;
+    }
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(&barrier))
+          : "memory");
+    }
+    for (int s = 1; s < slices; ++s) total += arrived[s][threadIdx.x];
+  }
+  if (!kCluster || expert < params.experts) params.out[slice * params.slice_stride + r * params.out_stride + expert] = total;
+}
+
+// Launches the kernel for `rows` rows; the template follows from the shape (see small_rows.py) and the row count.
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kCluster>
+inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStream_t stream) {
+  const dim3 grid((params.experts + 8 * kTiles - 1) / (8 * kTiles), slices);
+  auto* kernel = params.rows > 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, true, kCluster>
+                                 : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, false, kCluster>;
+  launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, stream, params);
+}
+
+// What both entry points fill in alike; the caller adds the output and its strides.
+inline SmallRowsParams small_rows_params(TensorView hidden, TensorView weight) {
+  SmallRowsParams params{};
+  params.hidden = static_cast<const __nv_bfloat16*>(hidden.data_ptr());
+  params.weight = static_cast<const __nv_bfloat16*>(weight.data_ptr());
+  params.hidden_stride = hidden.stride(0);
+  params.weight_stride = weight.stride(0);
+  params.rows = static_cast<int>(hidden.size(0));
+  params.experts = static_cast<int>(weight.size(0));
+  params.vectors = static_cast<int>(hidden.size(1) / 8);
+  return params;
+}
+
+// Entry point of the gate alone: complete logits.
+template <int kWarps, int kTiles, int kDepth, bool kExact>
+struct SmallRows {
+  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, logits [rows, experts] fp32 (written); slices 1 to 8
+  static void run(TensorView hidden, TensorView weight, TensorView logits, int64_t slices) {
+    SmallRowsParams params = small_rows_params(hidden, weight);
+    params.out = static_cast<float*>(logits.data_ptr());
+    params.out_stride = logits.stride(0);
+    launch_small_rows<kWarps, kTiles, kDepth, kExact, true>(params, static_cast<int>(slices), stream_of(hidden));
+  }
+};
+
+}  // namespace rx

@@ -1,0 +1,67 @@
+"""``small_rows``: the gate GEMM for 1 to 16 rows on the tensor cores; see small_rows.cuh for who owns what."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import torch
+
+from sglang_router_ext import build
+from sglang_router_ext.arguments import check_gate
+
+HEADER = "gate/small_rows.cuh"
+CHUNK = 32  # k that the lanes of a warp take with one load
+MAX_SLICES = 8
+
+
+class Config(msgspec.Struct, frozen=True):
+    """How the work of one shape is divided; the terms are those of small_rows.cuh."""
+
+    warps: int
+    tiles: int
+    depth: int
+    slices: int
+    exact: bool
+
+    @property
+    def template(self) -> str:
+        return f"{self.warps}, {self.tiles}, {self.depth}, {'true' if self.exact else 'false'}"
+
+    @property
+    def padded(self) -> int:
+        """Experts per block; a block writes this many columns of partial sums."""
+        return 8 * self.tiles
+
+
+TUNED = {
+    (288, 4096): Config(16, 2, 2, 4, True),
+    (256, 7168): Config(28, 1, 2, 4, True),
+    (384, 5120): Config(20, 2, 2, 4, True),
+}
+"""(experts, hidden) -> the division that was fastest on an H200, of about ten tried each."""
+
+
+@functools.cache
+def config(experts: int, hidden: int) -> Config:
+    """The division of an ``experts`` x ``hidden`` gate. It follows from the shape alone, never from the rows: a row's sums are
+    then the same in every batch.
+    """
+    if (experts, hidden) in TUNED:
+        return TUNED[experts, hidden]
+    chunks = -(-hidden // CHUNK)
+    for slices, depth in ((4, 2), (8, 2), (4, 4), (2, 4), (4, 1), (2, 2), (8, 4)):
+        warps, rest = divmod(chunks, slices * depth)
+        if hidden % CHUNK == 0 and rest == 0 and 8 <= warps <= 28:
+            return Config(warps, 2 if experts >= 256 else 1, depth, slices, True)
+    slices = next(s for s in (4, 2, 1) if chunks >= 8 * s or s == 1)
+    return Config(16, 1, 2 if chunks <= 32 * slices else 4, slices, False)
+
+
+def small_rows(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden`` [rows, hidden] bf16 x ``weight`` [experts, hidden] bf16 -> logits [rows, experts] fp32."""
+    check_gate("small_rows", hidden, weight)
+    split = config(*weight.shape)
+    logits = torch.empty((len(hidden), len(weight)), dtype=torch.float32, device=hidden.device)
+    build.load(HEADER, f"SmallRows<{split.template}>").run(hidden, weight, logits, split.slices)
+    return logits

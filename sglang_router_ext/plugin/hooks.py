@@ -1,0 +1,225 @@
+"""THE table of changes to SGLang. A function of SGLang that is not a row here is not touched.
+
+A row names what it changes, why, when it can go, and the parameters that the target has in the tested SGLang: ``problems``
+compares them before anything is changed, ``install`` applies rows through SGLang's own HookRegistry, and ``live`` proves that
+the function in place really leads to ours (SGLang logs a hook that it could not apply, and runs on without it).
+
+Rows hold text only, so that this module imports no torch: ``function`` is ``module:function`` in this folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+EVERY_PROCESS = "every process"
+SCHEDULER = "scheduler"
+
+
+class HookError(RuntimeError):
+    """A hook is not in place. The text names its target and the cause."""
+
+
+class Hook(msgspec.Struct, frozen=True, kw_only=True):
+    """One change to SGLang."""
+
+    target: str
+    kind: str
+    """``before`` | ``after`` | ``around``, with the calling conventions of SGLang's HookType."""
+    where: str
+    """:data:`EVERY_PROCESS`: light, applied when plugins load. :data:`SCHEDULER`: where models run, once ours is asked for."""
+    for_backend: bool
+    """Needed only for a backend of ours; the others also serve ``SGLANG_ROUTER_EXT_GATE`` under a stock backend."""
+    function: str
+    parameters: tuple[str, ...]
+    """Parameter names of the target in the tested SGLang; any difference stops the start."""
+    why: str
+    remove_when: str
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.server_args.ServerArgs.resolve_once",
+        kind="around",
+        where=EVERY_PROCESS,
+        for_backend=False,
+        function="entry:check_arguments",
+        parameters=("self",),
+        why="the first step that the command line and Engine(...) share: wrong names and unfit machines stop here",
+        remove_when="SGLang validates Engine(...) arguments against the choices and lets a plugin refuse a start",
+    ),
+    Hook(
+        target="sglang.srt.runtime_context.publish",
+        kind="around",
+        where=EVERY_PROCESS,
+        for_backend=False,
+        function="entry:enter_role",
+        parameters=("server_args", "role", "hf_config", "ranks"),
+        why="tells which process runs models, before it imports one; the others are spared the hooks below",
+        remove_when="plugins are told the role of the process that loads them",
+    ),
+    Hook(
+        target="sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__",
+        kind="after",
+        where=SCHEDULER,
+        for_backend=False,
+        function="layer:link_moe",
+        parameters=(
+            "self",
+            "config",
+            "layer_id",
+            "quant_config",
+            "prefix",
+            "alt_stream",
+            "routed_quant_stream",
+            "is_nextn",
+            "is_deepseek_v4",
+            "vl_correction_bias",
+            "reduce_results",
+        ),
+        why="the gate must know the selection that follows it, and the backend in force while its layer is built",
+        remove_when="MoEGate receives the TopKConfig of its layer",
+    ),
+    Hook(
+        target="sglang.srt.models.deepseek_v2.MoEGate.forward",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=False,
+        function="layer:gate_forward",
+        parameters=("self", "hidden_states", "gemm_output_zero_allocator", "forward_batch"),
+        why="runs the route: the gate GEMM, and the selection where a design covers it",
+        remove_when="the gate is a fused op with a slot for plugins",
+    ),
+    Hook(
+        # The alias, not biased_grouped_topk_gpu: select_experts calls it by this name, and the registry leaves other names
+        # inside the same module as they are.
+        target="sglang.srt.layers.moe.topk.biased_grouped_topk",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function="layer:take_plan",
+        parameters=(
+            "hidden_states",
+            "gating_output",
+            "correction_bias",
+            "topk",
+            "renormalize",
+            "num_expert_group",
+            "topk_group",
+            "num_fused_shared_experts",
+            "routed_scaling_factor",
+            "apply_routed_scaling_factor_on_output",
+        ),
+        why="hands over the ids and weights made with the logits; all post-processing of select_experts stays SGLang's",
+        remove_when="select_experts accepts a precomputed selection and still post-processes it",
+    ),
+    Hook(
+        target="sglang.srt.layers.moe.utils.resolve_moe_runner_backend",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function="runner:resolve_backend",
+        parameters=("backend",),
+        why="a plain registered name answers no predicate, so that no quantization method accepts it",
+        remove_when="register_moe_runner_core takes the family of expert kernels that a name belongs to",
+    ),
+    Hook(
+        target="sglang.srt.layers.moe.moe_runner.runner.MoeRunner.__init__",
+        kind="before",
+        where=SCHEDULER,
+        for_backend=True,
+        function="runner:swap_builtin",
+        parameters=("self", "runner_backend", "config", "lora_enabled"),
+        why="some quantization methods name a built-in runner whatever backend was chosen; bf16 experts always name triton",
+        remove_when="create_moe_runner passes the chosen backend on",
+    ),
+)
+
+
+def table(hooks: tuple[Hook, ...] = HOOKS) -> dict[str, Hook]:
+    """Target -> row. Raises :class:`ValueError` for a duplicate target or an unknown kind."""
+    rows: dict[str, Hook] = {}
+    for hook in hooks:
+        if hook.target in rows:
+            raise ValueError(f"hook {hook.target}: stands twice in the table")
+        if hook.kind not in ("before", "after", "around"):
+            raise ValueError(f"hook {hook.target}: kind: got {hook.kind}, allowed: before | after | around")
+        rows[hook.target] = hook
+    return rows
+
+
+def needed(*, where: str, for_backend: bool = True) -> list[Hook]:
+    """The rows of ``where``; without ``for_backend`` only those that a gate alone needs."""
+    return [hook for hook in HOOKS if hook.where == where and (for_backend or not hook.for_backend)]
+
+
+def function_of(hook: Hook) -> Callable[..., Any]:
+    """Our function behind a row; imports its module."""
+    module, _, name = hook.function.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def problems(hooks: Iterable[Hook]) -> dict[str, str]:
+    """Target -> why its row does not fit the installed SGLang; empty: all fit. Imports the targets' modules."""
+    found = {}
+    for hook in hooks:
+        try:
+            target = pkgutil.resolve_name(hook.target)
+            parameters = tuple(inspect.signature(target).parameters)
+        except Exception as error:  # a module of SGLang may fail to import in any way
+            found[hook.target] = f"not there: {type(error).__name__}: {error}"
+            continue
+        if parameters != hook.parameters:
+            found[hook.target] = f"takes ({', '.join(parameters)}), known is ({', '.join(hook.parameters)})"
+    return found
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Hand rows to SGLang's registry, which applies them when it is next asked to. A row is registered once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource("router_ext", "sglang-router-ext")
+    for hook in hooks:
+        function = function_of(hook)
+        if all(registered is not function for _, registered, _ in HookRegistry._hooks.get(hook.target, ())):
+            HookRegistry.register(hook.target, function, HookType(hook.kind), source=source)
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    """Register and apply rows now. Raises :class:`HookError` that lists every row that did not come alive."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks = list(hooks)
+    register(hooks)
+    HookRegistry.apply_hooks()
+    dead = [hook.target for hook in hooks if not live(hook)]
+    if dead:
+        causes = problems(hook for hook in hooks if hook.target in dead)
+        lines = (f"{target}: {causes.get(target, 'changed before by another plugin, or replaced since')}" for target in dead)
+        raise HookError("; ".join(lines))
+
+
+def live(hook: Hook) -> bool:
+    """Whether a call of the target reaches our function. The registry's own record is not enough: it counts a target that
+    another plugin changed first as done, and leaves a hook that came later out."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if hook.target not in HookRegistry._patched:
+        return False
+    function, step = function_of(hook), pkgutil.resolve_name(hook.target)
+    while step is not None:
+        cells = getattr(step, "__closure__", None) or ()
+        if any(cell.cell_contents is function for cell in cells):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+def live_targets() -> list[str]:
+    """Targets of all rows that are live in this process."""
+    return [hook.target for hook in HOOKS if live(hook)]

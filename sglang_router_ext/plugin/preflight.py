@@ -1,0 +1,181 @@
+"""Whether this machine can run what is asked for: all reasons at once, before a server starts.
+
+SGLang logs an exception of a plugin and starts without it, so a blocking finding ends the process (see ``entry.py``): a server
+never starts half-hooked. A design that cannot be built here does not block as long as another one of the backend can run; it
+is taken out of the choice by name and reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import sys
+
+import msgspec
+
+from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.contract import Gpu, expect
+from sglang_router_ext.designs import BACKENDS, TABLE, Design
+from sglang_router_ext.plugin import hooks
+
+logger = logging.getLogger(__name__)
+
+CHOICES = "sglang.srt.arg_groups.choices:add_moe_runner_backend_choices"
+API = (
+    CHOICES,
+    "sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks",
+    "sglang.srt.plugins.hook_registry:HookRegistry._patched",
+    "sglang.srt.layers.moe.moe_runner.runner:register_moe_runner_core",
+    "sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch",
+    "sglang.srt.layers.moe.moe_runner.base:FusedOpPool.get_fused_func",
+    "sglang.srt.layers.moe.utils:RegisteredMoeRunnerBackend",
+)
+"""What the plugin calls in SGLang, besides what it hooks."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One reason why something does not run here. ``blocks``: nothing of ours, or not what was asked for, can run."""
+
+    subject: str
+    text: str
+    blocks: bool
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}"
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a server asks of the plugin; false if nothing."""
+
+    backends: tuple[str, ...] = ()
+    """Backends of ours: the target model's, then the draft model's."""
+    gate: str = "auto"
+    """``SGLANG_ROUTER_EXT_GATE``; a name asks for that gate design under any backend."""
+
+    def __bool__(self) -> bool:
+        return bool(self.backends) or self.named_gate is not None
+
+    def __str__(self) -> str:
+        gate = [] if self.named_gate is None else [f"SGLANG_ROUTER_EXT_GATE={self.gate}"]
+        return " and ".join([*self.backends, *gate]) or "nothing"
+
+    @property
+    def named_gate(self) -> str | None:
+        return None if self.gate in ("auto", "host") else self.gate
+
+    @classmethod
+    def of_options(cls, names: list[str | None], gate: str) -> Demand:
+        """From the values of SGLang's two backend options.
+
+        Raises :class:`~sglang_router_ext.contract.ContractError` for a name that looks like one of ours and is none.
+        """
+        for name in names:
+            known = name is None or not name.startswith("router_ext") or name in BACKENDS
+            expect(known, "moe_runner_backend", repr(name), " | ".join(BACKENDS))
+        return cls(tuple(dict.fromkeys(name for name in names if name in BACKENDS)), gate)
+
+    @classmethod
+    def of_command_line(cls, gate: str) -> Demand:
+        """From this process's command line, which spawned processes see too. Engine(...) and config files do not show here."""
+        words = [word.rpartition("=")[2] for word in sys.argv]
+        return cls(tuple(name for name in BACKENDS if name in words), gate)
+
+
+@functools.cache
+def detect_gpu(index: int | None = None) -> Gpu | None:
+    """The CUDA GPU ``index`` (None: the first) as the table sees it; None where there is none. AMD's do not count."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(index or 0)
+    return Gpu(properties.name, 10 * properties.major + properties.minor)
+
+
+@functools.cache
+def unavailable() -> dict[str, str]:
+    """Design -> why its kernel cannot be built on this machine. Designs without CUDA C++ sources need no compiler."""
+    from sglang_router_ext import build
+
+    try:
+        build.find_toolchain()
+    except build.BuildError as error:
+        return {d.name: f"cannot be built: {error}" for d in TABLE.values() if any(s.endswith(".cuh") for s in d.sources)}
+    return {}
+
+
+def check(gpu: Gpu | None, demand: Demand | None = None) -> list[Finding]:
+    """Every reason against running on ``gpu``; without ``demand``, against any backend. Imports the modules that are hooked."""
+    demand = demand or Demand()
+    everything = bool(demand.backends) or not demand
+    rows = [hook for hook in hooks.HOOKS if everything or not hook.for_backend]
+    misfits = [Finding(f"hook {target}", text, True) for target, text in hooks.problems(rows).items()]
+    misfits += _missing_api()
+    findings = _version(fits=not misfits) + misfits
+    if gpu is None:
+        findings.append(Finding("GPU", "no CUDA GPU", True))
+    lost = {name: reason for name, design in TABLE.items() if (reason := _lost(design, gpu))}
+    findings += [Finding(f"design {name}", reason, False) for name, reason in lost.items()]
+    for backend in demand.backends:
+        designs = BACKENDS[backend].designs or [name for name in TABLE if name != "host"]
+        if all(name in lost for name in designs):
+            findings.append(Finding(backend, "none of its designs can run here", True))
+    if demand.named_gate in lost:
+        findings.append(Finding("SGLANG_ROUTER_EXT_GATE", f"{demand.gate}: {lost[demand.gate]}", True))
+    return findings
+
+
+def require(demand: Demand) -> None:
+    """End the process, with all reasons in one message and exit status 1, unless ``demand`` can be met here."""
+    findings = _check_here(demand)
+    if any(finding.blocks for finding in findings):
+        stop(demand, [finding for finding in findings if finding.blocks])
+
+
+@functools.cache
+def _check_here(demand: Demand) -> list[Finding]:
+    findings = check(detect_gpu(), demand)
+    for finding in findings:
+        if not finding.blocks:
+            logger.info("sglang-router-ext: %s", finding)
+    return findings
+
+
+def stop(demand: Demand, reasons: list[Finding] | list[str]) -> None:
+    """SystemExit and nothing weaker: SGLang catches every Exception of a plugin and starts without it."""
+    lines = "".join(f"\n  {reason}" for reason in reasons)
+    raise SystemExit(f"sglang-router-ext cannot run {demand} here (SGLANG_ROUTER_EXT=0 turns the plugin off):{lines}")
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version."""
+    return importlib.metadata.version("sglang")
+
+
+def _version(*, fits: bool) -> list[Finding]:
+    """The tested version passes; any other one only if every hook and call fits, and it is listed even then."""
+    version = sglang_version()
+    if version == TESTED_SGLANG:
+        return []
+    verdict = "every hooked signature is the same" if fits else "it differs as listed"
+    return [Finding("SGLang", f"{version} is not tested ({TESTED_SGLANG} is); {verdict}", not fits)]
+
+
+def _missing_api() -> list[Finding]:
+    found = []
+    for name in API:
+        module, _, path = name.partition(":")
+        try:
+            functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (AttributeError, ImportError) as error:
+            found.append(Finding(f"call {name}", f"not there: {error}", True))
+    return found
+
+
+def _lost(design: Design, gpu: Gpu | None) -> str | None:
+    """Why ``design`` cannot run on ``gpu`` on this machine, whatever the layer, or None."""
+    if design.archs is not None and gpu is not None and gpu.arch not in design.archs:
+        return f"sm_{gpu.arch}: built for {', '.join(f'sm_{arch}' for arch in design.archs)}"
+    return unavailable().get(design.name)

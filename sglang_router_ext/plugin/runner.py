@@ -1,0 +1,184 @@
+"""The backend names, as SGLang's expert side sees them: a name belongs to a family of stock expert kernels.
+
+SGLang asks a backend value dozens of yes-or-no questions (``is_triton()``, ``is_marlin()``, ...): which quantization method,
+which weight layout, which expert ids under expert parallelism. A plain registered value answers no to all, and no
+quantization method works with it. So a name of ours resolves to a :class:`Family`, which answers as a stock backend does,
+while ``MoeRunner`` still finds our core by the name.
+
+==================  ==========  =========================================================================
+experts             GPU         family
+==================  ==========  =========================================================================
+bf16, fp16          any         triton
+fp8, modelopt_fp8   any         triton, also SGLang's own choice on Hopper
+modelopt_fp4        sm_90       marlin, also SGLang's own choice there
+anything else       -           refused by name: take a stock backend, with SGLANG_ROUTER_EXT_GATE if wanted
+==================  ==========  =========================================================================
+
+Where SGLang compares a backend's name as a string (FlashInfer autotune, DeepGEMM's memory budget for CUDA graphs), neither
+triton nor marlin is in the comparison, so that a name of ours misses nothing. Its opt-in SGLANG_OPT_MOE_QUANT_ONCE wants a
+fused function on the runner itself, and stays off under ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOpPool, MoeRunnerConfig, PermuteMethodPool
+from sglang.srt.layers.moe.moe_runner.runner import _CUSTOM_RUNNER_CORE_FACTORIES, register_moe_runner_core
+from sglang.srt.layers.moe.utils import (
+    MoeRunnerBackend,
+    RegisteredMoeRunnerBackend,
+    _MoeRunnerBackendPredicates,
+    get_moe_a2a_backend,
+    get_moe_runner_backend,
+)
+
+from sglang_router_ext.contract import Gpu
+from sglang_router_ext.designs import BACKENDS
+from sglang_router_ext.plugin import preflight
+
+TRITON_EXPERTS = (None, "fp8", "modelopt_fp8")
+MARLIN_EXPERTS = ("modelopt_fp4",)
+MARLIN_ARCHS = (90,)
+
+
+class UnsupportedExperts(ValueError):
+    """No family takes these experts. The text says which ones are taken, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Family(RegisteredMoeRunnerBackend):
+    """A backend name of ours that answers every predicate of SGLang as the built-in backend ``builtin`` does."""
+
+    builtin: MoeRunnerBackend = MoeRunnerBackend.TRITON
+
+    @property
+    def name(self) -> str:
+        """SGLang logs a backend's ``name`` as well as its ``value``."""
+        return self.value
+
+
+def _answer_as_builtin(predicate: str) -> Callable[[Family], bool]:
+    def answer(self: Family) -> bool:
+        return getattr(self.builtin, predicate)()
+
+    answer.__name__ = predicate
+    return answer
+
+
+# All of them, also those that a later SGLang adds: a family that answers some questions as itself is half a backend.
+for _predicate in [name for name in vars(_MoeRunnerBackendPredicates) if name.startswith("is_")]:
+    setattr(Family, _predicate, _answer_as_builtin(_predicate))
+
+
+def family_of(quantization: str | None, gpu: Gpu | None, *, fp4_experts: bool = False) -> MoeRunnerBackend:
+    """The family for experts of ``quantization`` (SGLang's name, None for bf16 or fp16) on ``gpu``.
+
+    ``fp4_experts``: an fp8 model whose experts are FP4, as DeepSeek V4. Raises :class:`UnsupportedExperts`.
+    """
+    if quantization in TRITON_EXPERTS and not fp4_experts:
+        return MoeRunnerBackend.TRITON
+    if quantization in MARLIN_EXPERTS and gpu is not None and gpu.arch in MARLIN_ARCHS:
+        return MoeRunnerBackend.MARLIN
+    kind = "FP4 experts" if fp4_experts else f"experts quantized as {quantization}"
+    raise UnsupportedExperts(
+        f"{' | '.join(BACKENDS)} on {gpu or 'no GPU'}: {kind} are not supported; supported are bf16, fp16, fp8, modelopt_fp8"
+        f" and, on sm_90, modelopt_fp4. Take a stock --moe-runner-backend (SGLANG_ROUTER_EXT_GATE works under any of them)."
+    )
+
+
+def family_of_model(config: Any) -> MoeRunnerBackend:
+    """The family for a model, from SGLang's ModelConfig. Raises :class:`UnsupportedExperts`."""
+    return family_of(config.quantization, preflight.detect_gpu(), fp4_experts=bool(config.is_fp4_experts))
+
+
+def resolve_backend(original: Callable[..., Any], backend: Any) -> Any:
+    """AROUND resolve_moe_runner_backend: our names become a :class:`Family`, from the quantization of the published model.
+
+    The draft model's name takes the family of the target, as a stock name that is given for both would: layers that SGLang
+    leaves unquantized in either model name their built-in runner themselves.
+    """
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        return original(backend)
+    from sglang.srt.runtime_context import process_model_config
+
+    return Family(backend, family_of_model(process_model_config()))
+
+
+def swap_builtin(runner: Any, runner_backend: Any, config: MoeRunnerConfig, lora_enabled: bool = False) -> Any:
+    """BEFORE MoeRunner.__init__: where a quantization method names the built-in of the family in force, it gets ours.
+
+    Not with LoRA: its layers take the backend of the runner they wrap, which is ours already, or one that they need.
+    """
+    family = get_moe_runner_backend()
+    if isinstance(family, Family) and runner_backend is family.builtin and not lora_enabled:
+        runner_backend = family
+    return (runner, runner_backend, config), {"lora_enabled": lora_enabled}
+
+
+class Core(DispatchMoeRunnerCore):
+    """Runs the experts by the stock kernels of a family, from a dispatch whose routing is already made.
+
+    Ids stay in SGLang's standard form, so that under expert parallelism its dispatcher maps them to local ones.
+    """
+
+    def __init__(self, config: MoeRunnerConfig, family: Family) -> None:
+        """Raises :class:`NotImplementedError` where the family has no kernel for the dispatcher in force, as for DeepEP."""
+        super().__init__(config)
+        self.family = family
+        importlib.import_module(f"sglang.srt.layers.moe.moe_runner.{family.builtin.value}")  # registers the fused function
+        dispatcher = get_moe_a2a_backend().value
+        fused = FusedOpPool.get_fused_func(dispatcher, family.builtin.value)
+        if fused is None:
+            raise NotImplementedError(
+                f"--moe-runner-backend {family.value}: its expert kernels ({family.builtin.value}) do not take the output of"
+                f" --moe-a2a-backend {dispatcher}; take --moe-a2a-backend none, or a stock --moe-runner-backend"
+            )
+        self._fused: Callable[..., Any] = fused
+
+    @property
+    def runner_backend(self) -> Family:
+        return self.family
+
+    def run_from_dispatch(
+        self, dispatch_output: Any, quant_info: Any, runner_config: MoeRunnerConfig, hooks: Any = None
+    ) -> Any:
+        """``dispatch_output`` with hidden states [rows, hidden] and a standard top-k output -> SGLang's CombineInput."""
+        if hooks is None:
+            return self._fused(dispatch_output, quant_info, runner_config)
+        return self._with_lora(dispatch_output, quant_info, runner_config, hooks)
+
+    def _with_lora(self, dispatch_output: Any, quant_info: Any, runner_config: MoeRunnerConfig, hooks: Any) -> Any:
+        """Fused functions have no place for LoRA's hooks; the steps that SGLang itself takes then have."""
+        if self.family.is_marlin():
+            from sglang.srt.lora.lora_moe_runner_marlin import MarlinLoraRunnerCore
+
+            return MarlinLoraRunnerCore(runner_config).run_from_dispatch(
+                dispatch_output, quant_info, runner_config, hooks=hooks
+            )
+        from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
+
+        state: dict[str, Any] = {}
+        name, form = self.family.builtin.value, dispatch_output.format.value
+        runner_input = PermuteMethodPool.get_pre_permute(form, name)(dispatch_output, quant_info, runner_config, state)
+        output = TritonRunnerCore(runner_config).run(runner_input, quant_info, state, hooks=hooks)
+        return PermuteMethodPool.get_post_permute(name, form)(output, quant_info, runner_config, state)
+
+
+def build_core(config: MoeRunnerConfig) -> Core:
+    """Factory for ``register_moe_runner_core``; called while a layer is built, when its backend is the active one."""
+    family = get_moe_runner_backend()
+    if not isinstance(family, Family):
+        raise RuntimeError(f"a runner of ours is built while the active backend is {family.value}")
+    return Core(config, family)
+
+
+def register_cores() -> None:
+    """Make our names known to SGLang's runner; again is harmless. Before the hooks are in place: SGLang resolves each name to
+    learn whether it is taken, and ours would resolve by a model that need not be there yet."""
+    for name in BACKENDS:
+        if name not in _CUSTOM_RUNNER_CORE_FACTORIES:
+            register_moe_runner_core(name, build_core)

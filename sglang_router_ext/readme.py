@@ -1,0 +1,180 @@
+"""The generated parts of README.md: ``python -m sglang_router_ext.readme README.md`` rewrites them, a test compares them.
+
+A part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, Record, current_hash, read_all
+from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
+from sglang_router_ext.settings import SETTINGS
+
+ROUTER = "gate+selection"
+FLOOR, HOST = "floor-read", "sglang-pair"
+NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
+"""Peers that do more than the router, or with bf16 logits."""
+SERVED = "served"
+"""Kind of a record that ``demo --record`` writes."""
+MARK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; ``|`` in a cell is escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def designs() -> str:
+    return table(
+        ("design", "stages", "status", "GPUs", "rows", "what it is"),
+        (
+            (
+                f"`{design.name}`",
+                " + ".join(design.stages),
+                design.status,
+                "any" if design.archs is None else ", ".join(f"sm_{arch}" for arch in design.archs),
+                str(design.rows),
+                design.what,
+            )
+            for design in DESIGNS
+        ),
+    )
+
+
+def backends() -> str:
+    return table(
+        ("`--moe-runner-backend`", "what it is", "designs"),
+        (
+            (
+                f"`{backend.name}`",
+                backend.what,
+                ", ".join(f"`{name}`" for name in backend.designs) or "any with a measured band",
+            )
+            for backend in BACKENDS.values()
+        ),
+    )
+
+
+def settings() -> str:
+    return table(
+        ("variable", "default", "values", "meaning"),
+        (
+            (f"`{setting.name}`", f"`{setting.default}`", " | ".join(f"`{value}`" for value in setting.allowed), setting.what)
+            for setting in SETTINGS
+        ),
+    )
+
+
+def results(records: Sequence[Record] | None = None) -> str:
+    """Cold times of whole routers, one table a GPU and case. ``records`` None: those of the package."""
+    listed = read_all() if records is None else records
+    times = [r for r in listed if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in (ROUTER, "floor")]
+    parts = [
+        _results_of([record for record in times if (record.gpu, record.case) == key])
+        for key in dict.fromkeys((record.gpu, record.case) for record in times)
+    ]
+    served = {
+        (other.identity.gpu, line["moe_layers"]): line
+        for other in sorted(
+            (r for r in listed if isinstance(r, OtherRecord) and r.kind == SERVED), key=lambda r: r.identity.time
+        )
+        for line in [msgspec.json.decode(other.line)]
+    }
+    parts += [_served(line) for line in served.values()]
+    checks = [record for record in listed if isinstance(record, CheckRecord)]
+    return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
+
+
+def _results_of(times: Sequence[BenchRecord]) -> str:
+    first, lines, notes = times[0], [], []
+    for rows in sorted({record.rows for record in times}):
+        here = [record for record in times if record.rows == rows]
+        ours = _fastest(record for record in here if is_ours(record))
+        peer = _fastest(record for record in here if not is_ours(record) and record.stages == ROUTER)
+        host = _fastest(record for record in here if record.design == HOST)
+        floor = _fastest(record for record in here if record.design == FLOOR)
+        gain = f"{host.median_us / ours.median_us:.2f}x" if host and ours else "-"
+        lines.append((str(rows), _time(floor), _time(host), _named(peer), _named(ours), gain))
+    if any(is_ours(record) and is_stale(record) for record in times):
+        notes.append("* measured with older sources of the design.")
+    runs = ", ".join(f"{run} ({time[:10]})" for run, time in dict.fromkeys((record.run, record.time) for record in times))
+    title = f"**{first.case}** on {first.gpu}: {first.experts} experts, hidden {first.hidden}, top-{first.topk}; median"
+    header = ("rows", "reading the weight", "SGLang", "fastest peer", "fastest of ours", "SGLang / ours")
+    text = f"{title} microseconds with a cold cache; runs {runs}.\n\n{table(header, lines)}"
+    return text + "".join(f"\n{note}\n" for note in notes)
+
+
+def _served(line: dict[str, Any]) -> str:
+    """One ``demo --record``: decode steps, and the router of one layer in a profile of them."""
+    engines: dict[str, Any] = line["served"]
+    title = f"Decode steps with {line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['weights']} weights)"
+    header = ("requests", *(f"{name}, {what}" for what in ("step ms", "router us a layer") for name in engines))
+    rows = [
+        (
+            size,
+            *(f"{engine['step_ms'][size]:.3f}" for engine in engines.values()),
+            *(_router(e, size) for e in engines.values()),
+        )
+        for size in next(iter(engines.values()))["step_ms"]
+    ]
+    return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}"
+
+
+def _router(engine: dict[str, Any], size: str) -> str:
+    router = engine["router"][size]
+    return "-" if router is None else f"{router['median_us']:.2f}"
+
+
+def _fastest(records: Iterable[BenchRecord]) -> BenchRecord | None:
+    racing = (record for record in records if record.design not in NOT_RACED)
+    return min(racing, key=lambda record: record.median_us, default=None)
+
+
+def is_ours(record: BenchRecord) -> bool:
+    """A design of the table, or two of them chained; ``naive`` is shown as the peer that it is for."""
+    names = record.design.split("+")
+    return all(name in TABLE and TABLE[name].target and name != "naive" for name in names)
+
+
+def is_stale(record: BenchRecord) -> bool:
+    return record.source_hash != current_hash(record.design)
+
+
+def _time(record: BenchRecord | None) -> str:
+    return "-" if record is None else f"{record.median_us:.2f}"
+
+
+def _named(record: BenchRecord | None) -> str:
+    if record is None:
+        return "-"
+    return f"{record.median_us:.2f} `{record.design}`" + (" *" if is_ours(record) and is_stale(record) else "")
+
+
+def _checks(checks: Sequence[CheckRecord]) -> str:
+    parts = (f"`{c.design}` on {c.gpu}, {c.cases - c.failures} of {c.cases} batches right ({c.time[:10]})" for c in checks)
+    return f"Checks against the oracle: {'; '.join(parts)}.\n"
+
+
+PARTS = {"designs": designs, "backends": backends, "settings": settings, "results": results}
+
+
+def rendered(text: str) -> str:
+    """``text`` with every generated part as it should be. Raises KeyError for a part that there is no function for."""
+    return MARK.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}", text)
+
+
+def main(file: str) -> None:
+    path = pathlib.Path(file)
+    path.write_text(rendered(path.read_text()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,53 @@
+"""``warp_select``: sigmoid + bias, top-k and weights of a row by one warp; see warp_select.cuh for who owns what."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_router_ext import build
+from sglang_router_ext.arguments import VECTOR_BYTES, check_cuda, check_selection
+from sglang_router_ext.contract import Problem
+
+HEADER = "selection/warp_select.cuh"
+
+
+def groups(experts: int) -> int:
+    """Groups of 128 experts that a warp holds: four experts a lane each. Two widths above 512 keep the number of builds small."""
+    exact = -(-experts // 128)
+    return exact if exact <= 4 else 7 if exact <= 7 else 8
+
+
+def vectorised(experts: int, *tensors: torch.Tensor) -> bool:
+    """Whether every row of the fp32 ``tensors`` can be read in 16-byte pieces."""
+    strides = [t.stride(0) for t in tensors if t.dim() > 1 and len(t) > 1]
+    aligned = all(t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
+    return experts % 4 == 0 and aligned and all(stride % 4 == 0 for stride in strides)
+
+
+def template(experts: int, vector: bool) -> str:
+    return f"{groups(experts)}, {'true' if vector else 'false'}"
+
+
+def outputs(rows: int, topk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten ids [rows, topk] int32 and weights [rows, topk] fp32."""
+    ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
+    return ids, torch.empty((rows, topk), dtype=torch.float32, device=device)
+
+
+def warp_select(
+    problem: Problem,
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    num_token_non_padded: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids [rows, topk] int32, weights [rows, topk] fp32."""
+    check_cuda("logits", logits)
+    check_selection("warp_select", problem, logits, bias, num_token_non_padded, logits.device)
+    ids, weights = outputs(len(logits), problem.topk, logits.device)
+    if len(logits) == 0:
+        return ids, weights
+    padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
+    module = build.load(HEADER, f"WarpSelect<{template(problem.experts, vectorised(problem.experts, logits, bias))}>")
+    module.run(logits, bias, ids, weights, padding, problem.scale, problem.renormalize)
+    return ids, weights

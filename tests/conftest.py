@@ -1,0 +1,20 @@
+"""Lanes by directory: everything in tests/gpu is skipped, by name and with the reason, where there is no CUDA GPU."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+GPU_LANE = pathlib.Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if GPU_LANE in item.path.parents]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))

@@ -1,0 +1,228 @@
+"""The command line where it needs no GPU: list, explain, refused arguments, and how bench reports what it measured."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sglang_router_ext import doctor
+from sglang_router_ext.bench import report
+from sglang_router_ext.bench.clock import Timing
+from sglang_router_ext.bench.run import Line
+from sglang_router_ext.cli import app
+from sglang_router_ext.cli.app import parse_rows
+from sglang_router_ext.cli.model import from_config
+from sglang_router_ext.cli.table import explain_rows
+from sglang_router_ext.contract import ContractError, Gpu, Problem, gpu_by_name
+from sglang_router_ext.designs import BACKENDS, DESIGNS
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 256,
+    "hidden_size": 7168,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from sglang_router_ext.cli import app
+app(sys.argv[1:])
+"""
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def call_json(*arguments: str) -> Any:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_list_names_every_design_and_backend() -> None:
+    shown = call("list").output
+    for name in (*(design.name for design in DESIGNS), *BACKENDS):
+        assert name in shown
+    found = call_json("list")
+    assert [design["name"] for design in found["designs"]] == [design.name for design in DESIGNS]
+    assert [design["source_hash"] for design in found["designs"]] == [design.source_hash for design in DESIGNS]
+
+
+def test_explain_gives_ranges_and_reasons() -> None:
+    arguments = ("explain", "--model", "glm-5.3-flash", "--gpu", "h200", "--moe-runner-backend", "router_ext_pair")
+    first, *rest = call_json(*arguments)["rows"]
+    assert (first["rows"], first["choice"]["selection"]) == ({"first": 1, "last": 16}, "pair")
+    assert rest[-1]["rows"]["last"] is None
+    assert rest[0]["choice"]["losers"]["pair"] == ["17 rows: takes 1-16"]
+    shown = call(*arguments).output
+    assert "1-16" in shown
+    assert "17 rows: takes 1-16" in shown
+
+
+def test_explain_covers_every_row_count_once() -> None:
+    gpu = gpu_by_name("h200")
+    problem = Problem(experts=288, hidden=4096, topk=8)
+    found = explain_rows(problem, gpu, "router_ext_pair", "auto", None, {})
+    for rows in (1, 2, 16, 17, 100, 10**6):
+        assert sum(rows in entry.rows for entry in found) == 1
+    lost = explain_rows(problem, gpu, "router_ext_pair", "auto", [1], {"pair": "no compiler"})
+    assert lost[0].choice.losers["pair"] == ["no compiler"]
+
+
+def test_explain_at_given_rows_with_a_named_gate_and_a_stock_backend() -> None:
+    arguments = (
+        "explain",
+        "--model",
+        "deepseek-v3",
+        "--gpu",
+        "b300",
+        "--moe-runner-backend",
+        "triton",
+        "--gate",
+        "cublas_gemm",
+    )
+    found = call_json(*arguments, "--rows", "1,17")
+    assert [(entry["choice"]["gate"], entry["choice"]["selection"]) for entry in found["rows"]] == [("cublas_gemm", "host")] * 2
+
+
+def test_explain_reads_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    for model in (tmp_path, tmp_path / "config.json"):
+        found = call_json("explain", "--model", str(model), "--gpu", "h200")
+        assert (found["problem"]["groups"], found["problem"]["groups_kept"]) == (8, 4)
+
+
+def test_configurations_of_other_kinds() -> None:
+    glm = {"model_type": "glm4_moe", "n_routed_experts": 160, "hidden_size": 5120, "num_experts_per_tok": 8, "n_group": 1}
+    assert from_config(glm) == Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32")
+    old = {**DEEPSEEK, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+    assert (from_config(old).score, from_config(old).bias) == ("softmax", False)
+    assert from_config({"text_config": DEEPSEEK}).experts == 256
+    with pytest.raises(ContractError, match=r"^model: n_routed_experts: got None"):
+        from_config({"num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("explain", "--model", "nothing", "--gpu", "h200"), "error: model: got nothing, allowed: a folder with a config.json"),
+        (("explain", "--model", "kimi-k2", "--gpu", "x1"), "error: gpu: got x1, allowed: "),
+        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--rows", "0"), "error: rows: got '0'"),
+        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", "x"), "error: SGLANG_ROUTER_EXT_GATE: got x"),
+        (
+            ("explain", "--model", "kimi-k2", "--gpu", "h200", "--moe-runner-backend", "router_ext_x"),
+            "error: moe-runner-backend: got router_ext_x, allowed: router_ext | router_ext_pair",
+        ),
+        (("check", "--design", "x"), "error: design: got x, allowed: pair | "),
+        (("check", "--record", "--case", "kimi-k2"), "error: record: got a check of some cases only"),
+        (("bench", "--case", "x"), "error: case: got x, allowed: glm-5.3-flash | "),
+        (("bench", "--rows", "1,,2"), "error: rows: got '1,,2'"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], text: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith(text)
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_rows_as_text() -> None:
+    assert parse_rows("16, 1,3-5") == [1, 3, 4, 5, 16]
+    for text in ("", "0", "a", "-3", "1-", "2-x"):
+        with pytest.raises(ContractError, match=r"^rows: "):
+            parse_rows(text)
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("explain", "--model", "kimi-k2", "--gpu", "b300"), ("--help",)])
+def test_no_torch_is_needed(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def line(design: str, median_us: float | None = None, *, rows: int = 1, stages: str = "gate+selection", **more: Any) -> Line:
+    timing = None
+    if median_us is not None:
+        timing = Timing(median_us=median_us, p10_us=median_us, p90_us=median_us, kernels=1, replays=60)
+    return Line(case="glm-5.3-flash", rows=rows, cache="cold", design=design, stages=stages, timing=timing, **more)
+
+
+LINES = [
+    line("floor-read", 2.8, stages="floor", ours=False),
+    line("sglang-pair", 6.0, ours=False),
+    line("naive", 28.0, ours=False),
+    line("sglang-pair+align", 1.0, ours=False),
+    line("flashinfer-gemm", stages="gate", ours=False, missing="flashinfer.gemm.tinygemm_bf16: ModuleNotFoundError"),
+    line("pair", 4.0, ours=True),
+    line("cublas_gemm+warp_select", 8.0, ours=True),
+    line("triton_select", stages="selection", ours=True, wrong=["ids[0]: expert 3 taken instead of 2"]),
+]
+
+
+def test_a_report_ranks_and_relates() -> None:
+    (table,) = report.tables(LINES)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["rows"] == ["1"]
+    assert cells["floor-read"] == ["2.80"]
+    assert cells["pair*"] == ["4.00"]
+    assert cells["best of ours"] == ["pair"]
+    assert cells["best peer / ours"] == ["1.50x"]  # the aligned pair does more and is not raced
+    assert cells["sglang-pair / ours"] == ["1.50x"]
+    assert report.headline(LINES) == "glm-5.3-flash rows 1 cold: pair 4.00 us, sglang-pair 6.00 us, floor-read 2.80 us"
+    assert report.per_pass(LINES) == ["glm-5.3-flash, 1 rows, 42 layers: +0.084 ms saved against sglang-pair (pair)"]
+
+
+def test_what_has_no_time_is_said() -> None:
+    assert report.failures(LINES) == [
+        "glm-5.3-flash rows 1 cold: triton_select (selection): ids[0]: expert 3 taken instead of 2"
+    ]
+    (remark,) = report.remarks(LINES)
+    assert remark.startswith("glm-5.3-flash: flashinfer-gemm (gate): no time: flashinfer.gemm.tinygemm_bf16")
+
+
+def test_a_plot_is_a_picture(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [*LINES, line("pair", 5.0, rows=16, ours=True), line("sglang-pair", 9.0, rows=16, ours=False)]
+    file = tmp_path / "plot.png"
+    report.plot(lines, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 0), ("note", 0), ("problem", 1)])
+def test_doctor_fails_on_problems_alone(monkeypatch: pytest.MonkeyPatch, state: str, status: int) -> None:
+    finding = doctor.Finding("hooks", "a target", state, "as found")
+    monkeypatch.setattr(doctor, "examine", lambda: iter([finding]))
+    result = call("doctor", "--json")
+    assert result.exit_code == status
+    assert '"a target"' in result.output
+
+
+def test_doctor_hears_what_its_other_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = """
+import json
+line = json.dumps({"section": "hooks", "subject": "x", "state": "ok", "text": "live"})
+print("noise of SGLang"); print("SGLANG_ROUTER_EXT_PROBE " + line); raise SystemExit("broken after that")
+"""
+    real = subprocess.run
+    monkeypatch.setattr(doctor.subprocess, "run", lambda command, **more: real([sys.executable, "-c", probe], **more))
+    found = list(doctor._plugin())
+    assert found == [
+        doctor.Finding("hooks", "x", "ok", "live"),
+        doctor.Finding("plugin", "probe", "problem", "broken after that"),
+    ]
+
+
+def test_gpu_names() -> None:
+    assert gpu_by_name("NVIDIA H200") == Gpu("NVIDIA H200", 90)

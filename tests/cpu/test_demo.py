@@ -1,0 +1,221 @@
+"""The demo's checkpoint, in SGLang's own loader too, and the demo without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+
+from sglang_router_ext.contract import ContractError
+from sglang_router_ext.demo import checkpoint, cpu, show
+from sglang_router_ext.demo.checkpoint import Size
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+}
+
+
+def small(size: Size) -> dict:
+    return REAL_CONFIG(size) | SMALL
+
+
+REAL_CONFIG = checkpoint.config
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Size:
+    """The checkpoint with small tensors."""
+    monkeypatch.setattr(checkpoint, "config", small)
+    return Size(layers=3, moe_intermediate=16)
+
+
+# --- checkpoint
+
+
+def test_the_router_is_that_of_glm_5_3_flash() -> None:
+    from sglang_router_ext.bench.cases import CASES
+
+    assert str(checkpoint.problem(checkpoint.config(Size()))) == str(CASES["glm-5.3-flash"].problem)
+
+
+def test_biases_collapse_in_bf16_and_ignore_the_default_dtype() -> None:
+    specs = [spec for layer in Size().moe_layers for spec in checkpoint.router_specs(checkpoint.config(Size()), layer)]
+    biases = [checkpoint.make(spec) for spec in specs if spec.scale is None]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = [checkpoint.make(spec) for spec in specs if spec.scale is None]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for bias, same in zip(biases, again, strict=True):
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias, same)
+        assert bias.max() - bias.min() < checkpoint.BIAS_SPREAD
+        assert (len(bias.unique()), len(checkpoint.rounded(bias).unique())) == (288, 7)
+    assert not torch.equal(biases[0], biases[1])
+
+
+def test_a_checkpoint_is_written_once_whole_and_as_specified(tiny: Size, tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    path = checkpoint.write(tiny, tmp_path / "model", said.append)
+    assert len(said) == 4
+    wanted = {spec.name: spec for specs in checkpoint.shards(small(tiny)) for spec in specs}
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(path / file, "pt") as shard:
+            assert torch.equal(shard.get_tensor(name), checkpoint.make(wanted[name])), name
+    with safe_open(path / "changed/model.safetensors", "pt") as changed:
+        assert set(changed.keys()) == {name for name, spec in wanted.items() if spec.scale is None}
+    checkpoint.write(tiny, path, said.append)
+    assert len(said) == 4
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_write_leaves_nothing(tiny: Size, tmp_path: pathlib.Path) -> None:
+    def give_up(text: str) -> None:
+        if "00002" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write(tiny, tmp_path / "model", give_up)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_something_else_is_refused(tiny: Size, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ContractError, match="holds something else"):
+        checkpoint.write(tiny, tmp_path)
+
+
+def test_too_small_a_disk_is_named(tiny: Size, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: SimpleNamespace(free=10))
+    with pytest.raises(ContractError, match="free disk space"):
+        checkpoint.write(tiny, tmp_path / "model")
+
+
+LOADED_BY_SGLANG = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.models import deepseek_v2
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig
+
+folder, store = sys.argv[1:]
+publish(ServerArgs(model_path="dummy", device="cpu"), role="test", ranks=SpawnRanks(world_rank=0))
+parallel_state.init_distributed_environment(
+    world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
+)
+parallel_state.initialize_model_parallel()
+deepseek_v2.get_rope_wrapper = lambda *args, **options: torch.nn.Identity()  # on a CPU it wants YaRN; it has no weights
+torch.set_default_dtype(torch.bfloat16)
+model = deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder))
+for parameter in model.parameters():
+    parameter.data.fill_(float("nan"))
+
+loader = DefaultModelLoader(LoadConfig(load_format="auto"))
+def tensors(folder):
+    return loader._get_weights_iterator(DefaultModelLoader.Source(folder, None))
+
+model.load_weights(tensors(folder))
+unset = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+assert not unset, unset
+stored = dict(tensors(folder))
+experts = model.model.layers[1].mlp.experts
+assert torch.equal(experts.w13_weight, stored["model.layers.1.mlp.experts.gate_up_proj"])
+assert torch.equal(experts.w2_weight, stored["model.layers.1.mlp.experts.down_proj"])
+gate = model.model.layers[2].mlp.gate
+assert gate.e_score_correction_bias.dtype == torch.float32
+assert torch.equal(gate.e_score_correction_bias, stored["model.layers.2.mlp.gate.e_score_correction_bias"])
+before = gate.weight.clone()
+changed = dict(tensors(folder + "/changed"))
+model.load_weights(changed.items())
+assert torch.equal(gate.e_score_correction_bias, changed["model.layers.2.mlp.gate.e_score_correction_bias"])
+assert not torch.equal(gate.e_score_correction_bias, stored["model.layers.2.mlp.gate.e_score_correction_bias"])
+assert torch.equal(gate.weight, before)
+print("loaded")
+"""
+
+
+def test_sglang_loads_every_tensor(tiny: Size, tmp_path: pathlib.Path) -> None:
+    path = checkpoint.write(tiny, tmp_path / "model", lambda _text: None)
+    command = [sys.executable, "-c", LOADED_BY_SGLANG, str(path), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loaded" in done.stdout
+    assert "not found in params_dict" not in done.stderr
+
+
+# --- the half without a GPU
+
+CPU_DEMO = """
+import sys
+from sglang_router_ext.demo import checkpoint, cpu
+if "rounded" in sys.argv:
+    build = cpu.build_layer
+    def wrong(model, layer):
+        moe = build(model, layer)
+        moe.gate.e_score_correction_bias.copy_(checkpoint.rounded(moe.gate.e_score_correction_bias))
+        return moe
+    calls = []
+    cpu.build_layer = lambda model, layer: (wrong if not calls.append(layer) and len(calls) == 1 else build)(model, layer)
+report = cpu.run(checkpoint.Size(layers=2), lambda text: None)
+import msgspec
+print(msgspec.json.encode(report).decode())
+print(report.agrees)
+"""
+
+
+def cpu_demo(*arguments: str) -> tuple[cpu.CpuReport, bool]:
+    """In a process of its own: it publishes a configuration of SGLang and places hooks."""
+    command = [sys.executable, "-c", CPU_DEMO, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    body, agrees = done.stdout.splitlines()[-2:]
+    return msgspec.json.decode(body, type=cpu.CpuReport), agrees == "True"
+
+
+def shown(report: cpu.CpuReport) -> str:
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    show.show(report, console)
+    return console.export_text()
+
+
+def test_the_cpu_demo_agrees() -> None:
+    report, agrees = cpu_demo()
+    assert agrees
+    assert [check.rows for check in report.checks] == list(cpu.ROWS)
+    assert report.checks[-1].moved_by_bias > 256
+    assert any("selection: reference:" in path for path in report.paths)
+    assert set(report.choices) == {"NVIDIA H200 (sm_90)", "NVIDIA B300 (sm_103)"}
+    text = shown(report)
+    assert "Everything that must agree does" in text
+    assert "No kernel runs" in text
+
+
+def test_the_cpu_demo_notices_rounded_biases() -> None:
+    report, agrees = cpu_demo("rounded")
+    assert not agrees
+    assert "whose key is higher by" in report.checks[-1].native[0]
+    assert "[" not in shown(report).split("layer 1, 512 rows: ")[0][-5:]

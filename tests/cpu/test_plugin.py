@@ -1,0 +1,233 @@
+"""One MoE layer with the hooks in place: what its route runs, and what stays with SGLang and why."""
+
+from __future__ import annotations
+
+import pytest
+import sglang_layer
+import torch
+from sglang.srt.configs.shared_experts import SharedExpertsConfig
+from sglang.srt.layers.moe import topk, utils
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.models import deepseek_v2
+from sglang.srt.runtime_context import get_exec, get_flags, get_model
+from sglang_layer import EXPERTS, HIDDEN, SCALE, SHAPE, TOPK, build, paths, reasons, rows_of, truth_of
+
+from sglang_router_ext import reference
+from sglang_router_ext.contract import Problem
+from sglang_router_ext.designs import TABLE
+from sglang_router_ext.plugin import hooks, layer, reference_mode, runner
+
+FUSED = TABLE["pair"].rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu():
+    with sglang_layer.on_the_cpu():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh(cpu):
+    with sglang_layer.fresh():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate", "selection"),
+    [(1, "pair", "pair"), (FUSED.last, "pair", "pair"), (FUSED.last + 1, "cublas_gemm", "warp_select")],
+)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("on_output", [True, False])
+def test_sglangs_own_modules_select_what_the_oracle_selects(rows, gate, selection, renormalize, on_output):
+    module, select = build(renormalize=renormalize, apply_routed_scaling_factor_on_output=on_output)
+    hidden = rows_of(rows)
+    logits = module(hidden)
+    output = select(hidden, logits)
+    truth = truth_of(module, hidden, renormalize=renormalize, scale=SCALE if on_output else 1.0)
+    assert output.topk_ids.dtype == torch.int32
+    assert torch.equal(output.topk_ids.long(), truth.ids)
+    torch.testing.assert_close(output.topk_weights, truth.weights.float())
+    assert logits.dtype == torch.float32
+    assert type(output) is topk.StandardTopKOutput
+    assert output.router_logits is logits
+    assert paths() == [("gate", f"reference:{gate}"), ("selection", f"reference:{selection}")]
+
+
+def test_the_gate_learns_nothing_that_a_checkpoint_would_see():
+    module, _ = build()
+    assert [name for name, _ in module.named_parameters()] == ["weight", "e_score_correction_bias"]
+    assert [name for name, _ in module.named_modules()] == [""]
+    assert set(module.state_dict()) == {"weight", "e_score_correction_bias"}
+
+
+def test_weights_updated_in_place_are_seen():
+    module, select = build()
+    hidden = rows_of(4)
+    before = select(hidden, module(hidden)).topk_ids.clone()
+    module.weight.normal_(std=0.1)
+    module.e_score_correction_bias.data = torch.randn(EXPERTS)  # as a weight loader swaps storage
+    after = select(hidden, module(hidden)).topk_ids
+    assert not torch.equal(before, after)
+    assert torch.equal(after.long(), truth_of(module, hidden).ids)
+
+
+def test_a_real_moe_block_is_linked_and_runs_on_our_core():
+    backend = runner.Family("router_ext_pair", MoeRunnerBackend.TRITON)
+    get_flags().moe.runner_backend = backend
+    with reference_mode.reference_mode():
+        block = deepseek_v2.DeepseekV2MoE(SHAPE, layer_id=1)
+    linked = block.gate.__dict__[layer.LINK]
+    assert linked.request.backend == "router_ext_pair"
+    assert linked.config is block.topk.topk_config
+    assert isinstance(block.experts.runner.runner_core, runner.Core)
+    assert block.experts.runner_backend == block.topk.topk_config.runner_backend == backend
+    assert block.topk.topk_config.output_format == topk.TopKOutputFormat.STANDARD
+    assert not any("router_ext" in name for name in [*dict(block.named_modules()), *dict(block.named_parameters())])
+
+
+def test_a_draft_layer_keeps_the_backend_it_was_built_under(monkeypatch):
+    """Speculative decoding swaps the global backend while the draft model is built, and swaps it back."""
+    moe = get_flags().moe
+    moe.runner_backend = MoeRunnerBackend.TRITON
+    moe.speculative_runner_backend = runner.Family("router_ext", MoeRunnerBackend.TRITON)
+    target = deepseek_v2.DeepseekV2MoE(SHAPE, layer_id=1)
+    with utils.speculative_moe_backend_context():
+        draft = deepseek_v2.DeepseekV2MoE(SHAPE, layer_id=1)
+    assert draft.gate.__dict__[layer.LINK].request.backend == "router_ext"
+    assert target.gate.__dict__[layer.LINK].refusal.startswith("stock backend")
+    assert isinstance(draft.experts.runner.runner_core, runner.Core)
+    assert not isinstance(target.experts.runner.runner_core, runner.Core)
+
+
+# ------------------------------------------------------------------------------------------------ what stays with SGLang
+
+
+def test_unmeasured_designs_of_router_ext_stay_with_sglang():
+    module, select = build("router_ext", gpu="b300")
+    hidden = rows_of(3)
+    logits = module(hidden)
+    output = select(hidden, logits)
+    assert torch.equal(logits, torch.nn.functional.linear(hidden, module.weight))
+    assert output.topk_ids.shape == (3, TOPK)
+    (reason,) = reasons("gate")
+    assert "pair: on trial: runs only where it is named" in reason or "pair: not measured on NVIDIA B300" in reason
+    assert "warp_select" not in reason
+    assert "warp_select: " in reasons("selection")[0]
+
+
+def test_reasons_do_not_count_rows():
+    """They are Prometheus labels: one for every prefill length would be thousands."""
+    takes = TABLE["small_rows"].rows
+    module, _ = build(None, gate="small_rows")
+    for more in (1, 2, 24):
+        module(rows_of(takes.last + more))
+    assert reasons("gate") == [f"small_rows: rows: takes {takes}"]
+
+
+def test_the_gate_alone_under_a_stock_backend():
+    module, select = build(None, gate="small_rows")
+    hidden = rows_of(2)
+    output = select(hidden, module(hidden))
+    assert paths() == [("gate", "reference:small_rows"), ("selection", "host")]
+    assert reasons("selection") == ["stock backend"]
+    assert torch.equal(output.topk_ids.long().sort(1).values, truth_of(module, hidden).ids.sort(1).values)
+
+
+def test_our_selection_after_sglangs_gate():
+    module, select = build(gate="host")
+    hidden = rows_of(2)
+    logits = module(hidden)
+    output = select(hidden, logits)
+    truth = reference.select(Problem(experts=EXPERTS, hidden=HIDDEN, topk=TOPK), logits, module.e_score_correction_bias)
+    assert torch.equal(output.topk_ids.long(), truth.ids)
+    assert paths() == [("gate", "host"), ("selection", "reference:warp_select")]
+    assert reasons("gate") == ["SGLANG_ROUTER_EXT_GATE=host"]
+
+
+def test_fused_shared_experts_leave_the_selection_to_sglang():
+    with get_model().override(shared_experts=SharedExpertsConfig(num_fused_shared_experts=1)):
+        module, select = build()
+        hidden = rows_of(2)
+        output = select(hidden, module(hidden))
+    assert output.topk_ids.shape == (2, TOPK + 1)
+    assert (output.topk_ids[:, -1] == EXPERTS).all()
+    assert paths() == [("gate", "reference:cublas_gemm"), ("selection", "host")]
+    assert "pair: 1 fused shared-expert slots: takes none" in reasons("selection")[0]
+
+
+def test_expert_groups_leave_the_selection_to_sglang():
+    module, select = build(num_expert_group=4, topk_group=2)
+    hidden = rows_of(2)
+    select(hidden, module(hidden))
+    assert "pair: 4 expert groups: takes ungrouped selection" in reasons("selection")[0]
+
+
+def test_a_narrowed_bias_leaves_the_selection_to_sglang():
+    module, select = build(bias_dtype=torch.bfloat16)
+    hidden = rows_of(2)
+    select(hidden, module(hidden))
+    assert "pair: bfloat16 bias: takes float32" in reasons("selection")[0]
+
+
+def test_a_selection_by_another_function_is_not_planned():
+    """DeepSeek V4 selects ungrouped: select_experts does not come by biased_grouped_topk."""
+    module, _ = build(use_grouped_topk=False)
+    module(rows_of(2))
+    assert paths() == [("gate", "reference:cublas_gemm")]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda gate: gate.__dict__.pop(layer.LINK), layer.NOT_LINKED),
+        (lambda gate: setattr(gate, "weight", torch.nn.Parameter(gate.weight.float())), "float32 gate weight"),
+        (lambda gate: gate.__dict__.update(weight=gate._parameters.pop("weight").data), "not a plain parameter"),
+    ],
+    ids=["unlinked", "fp32 weight", "offloaded or wrapped weight"],
+)
+def test_a_gate_that_no_design_takes_runs_as_ever(change, reason):
+    module, _ = build()
+    change(module)
+    hidden = rows_of(2)
+    logits = module(hidden)
+    assert torch.equal(logits, torch.nn.functional.linear(hidden.to(module.weight.dtype), module.weight))
+    assert reason in reasons("gate")[0]
+
+
+def test_no_rows():
+    module, _ = build()
+    assert module(rows_of(4)[:0]).shape == (0, EXPERTS)
+    assert reasons("gate") == ["no rows"]
+
+
+def test_strided_hidden_states():
+    module, _ = build()
+    module(rows_of(4)[::2])
+    assert reasons("gate") == ["hidden states are not contiguous rows"]
+
+
+def test_kernels_take_cuda_tensors_only():
+    module, select = build()
+    layer.link(module, select, layer.Request("router_ext_pair", "auto"))
+    module(rows_of(2))
+    assert reasons("gate") == ["not on a CUDA device"]
+
+
+def test_deterministic_inference_is_sglangs():
+    with get_exec().deterministic.override(enable_deterministic_inference=True):
+        module, _ = build()
+    module(rows_of(2))
+    assert reasons("gate") == ["deterministic inference"]
+
+
+def test_hash_layers_and_image_biases_are_sglangs():
+    module, select = build()
+    layer.link(module, torch.nn.Identity(), reference_mode.request())
+    assert module.__dict__[layer.LINK].refusal == "hash layer"
+    module.e_score_correction_bias_vl = torch.nn.Parameter(torch.zeros(EXPERTS))
+    layer.link(module, select, reference_mode.request())
+    assert module.__dict__[layer.LINK].refusal == "two selection biases, for text and for images"
+
+
+def test_hooks_of_this_process_are_proven_live():
+    assert {hook.target for hook in hooks.needed(where=hooks.SCHEDULER)} <= set(hooks.live_targets())

@@ -1,0 +1,163 @@
+"""README.md: its generated parts are current, and the commands, targets, files and settings that it names exist."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from sglang_router_ext import readme
+from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, decode
+from sglang_router_ext.cli import app
+from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
+from sglang_router_ext.settings import SETTINGS
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+IDENTITY: dict[str, Any] = {
+    "schema": 1,
+    "run": "0123456789ab",
+    "time": "2026-11-30T10:00:00Z",
+    "gpu": "NVIDIA H200",
+    "commit": "unknown",
+    "versions": {},
+}
+
+
+def test_generated_parts_are_current() -> None:
+    assert readme.rendered(TEXT) == TEXT, "make readme"
+
+
+def test_every_part_stands_in_the_readme() -> None:
+    assert [match[2] for match in readme.MARK.finditer(TEXT)] == ["backends", "settings", "designs", "results"]
+    assert set(readme.PARTS) == {"backends", "settings", "designs", "results"}
+
+
+def test_the_first_lines_say_what_it_is_not() -> None:
+    assert "sglang-router`, the load balancer" in "\n".join(TEXT.splitlines()[:6])
+
+
+def test_tables_name_every_row() -> None:
+    for name in (*(design.name for design in DESIGNS), *BACKENDS, *(setting.name for setting in SETTINGS)):
+        assert f"| `{name}` |" in TEXT
+
+
+def test_commands_exist() -> None:
+    named = set(re.findall(r"sglang-router-ext ([a-z]+)", TEXT)) - {"in"}
+    assert {"demo", "doctor", "explain", "list", "check", "bench", "build"} <= named | {"demo"}
+    for command in named:
+        shown = CliRunner().invoke(app, [command, "--help"])
+        assert shown.exit_code == 0, command
+    for command, options in re.findall(r"sglang-router-ext ([a-z]+)((?: --[a-z-]+(?: [^\s`#-]\S*)?)+)", TEXT):
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        for option in re.findall(r"--[a-z-]+", options):
+            assert option in shown, (command, option)
+
+
+def test_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", TEXT, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| (`[^|]*`) \| [^|]* \|$", TEXT.partition("| where | what |")[2], re.MULTILINE))
+def test_files_exist(name: str) -> None:
+    for path in re.findall(r"`([^`]+)`", name):
+        assert (ROOT / "sglang_router_ext" / path).exists(), path
+
+
+def test_variables_are_settings_or_other_tools() -> None:
+    others = {"SGLANG_PLUGINS", "CUDA_HOME"}
+    named = set(re.findall(r"\b((?:SGLANG|CUDA)_[A-Z_]+)\b", TEXT))
+    assert named - others == {setting.name for setting in SETTINGS}
+
+
+# --- the generator, on records that are not there yet
+
+
+def bench(design: str, rows: int, median_us: float, *, stages: str = readme.ROUTER, **changes: Any) -> BenchRecord:
+    source_hash = TABLE[design].source_hash if design in TABLE else ""
+    line = {
+        **IDENTITY,
+        "case": "glm-5.3-flash",
+        "experts": 288,
+        "hidden": 4096,
+        "topk": 8,
+        "rows": rows,
+        "design": design,
+        "stages": stages,
+        "cache": "cold",
+        "median_us": median_us,
+        "p10_us": median_us,
+        "p90_us": median_us,
+        "kernels": 2,
+        "replays": 60,
+        "correct": True,
+        "source_hash": source_hash,
+        "clocks": {},
+    }
+    return msgspec.convert({**line, **changes}, BenchRecord)
+
+
+RECORDS = [
+    bench("pair", 1, 5.0),
+    bench("pair", 6, 5.5),
+    bench("sglang-pair", 1, 6.2),
+    bench("sglang-pair", 6, 7.7),
+    bench("flashinfer-pair", 6, 7.2),
+    bench("sglang-pair+align", 6, 1.0),
+    bench("naive", 1, 27.0),
+    bench("floor-read", 1, 2.6, stages="floor"),
+    bench("pair", 1, 0.1, cache="warm"),
+]
+
+
+def test_results_show_the_fastest_of_each_side() -> None:
+    text = readme.results(RECORDS)
+    assert "| 1 | 2.60 | 6.20 | 6.20 `sglang-pair` | 5.00 `pair` | 1.24x |" in text
+    assert "| 6 | - | 7.70 | 7.20 `flashinfer-pair` | 5.50 `pair` | 1.40x |" in text
+    assert "0123456789ab (2026-11-30)" in text
+
+
+def test_results_of_older_sources_are_marked() -> None:
+    text = readme.results([bench("pair", 1, 5.0, source_hash="0" * 16)])
+    assert "5.00 `pair` * |" in text
+    assert "older sources" in text
+
+
+def test_checks_and_served_steps_are_listed() -> None:
+    check = msgspec.convert(
+        {
+            **IDENTITY,
+            "kind": "check",
+            "design": "pair",
+            "stages": readme.ROUTER,
+            "cases": 90,
+            "failures": 0,
+            "source_hash": "x",
+        },
+        CheckRecord,
+    )
+    router = {"kernels": ["a"], "median_us": 5.25, "layers": 3}
+    engine = {"start_s": 1.0, "step_ms": {"1": 4.5, "16": 6.0}, "router": {"1": router, "16": None}}
+    line = {**IDENTITY, "kind": "served", "moe_layers": 42, "problem": "p", "weights": "dummy"}
+    older = decode(msgspec.json.encode({**line, "time": "2026-01-01T00:00:00Z", "served": {}}))
+    newer = decode(msgspec.json.encode({**line, "served": {"stock": engine, "router_ext_pair": engine}}))
+    assert isinstance(newer, OtherRecord)
+    text = readme.results([check, newer, older])
+    assert "`pair` on NVIDIA H200, 90 of 90 batches right" in text
+    assert "42 MoE layers" in text
+    assert "| 1 | 4.500 | 4.500 | 5.25 | 5.25 |" in text
+    assert "| 16 | 6.000 | 6.000 | - | - |" in text
+
+
+def test_without_records_it_says_so() -> None:
+    assert readme.results([]) == "Nothing is recorded yet.\n"
+
+
+def test_cells_are_escaped() -> None:
+    assert readme.table(("a",), [("x | y",)]) == "| a |\n| --- |\n| x \\| y |\n"
