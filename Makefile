@@ -12,7 +12,7 @@ ARGS ?=
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "demo and test set up .venv first (SGLang and PyTorch, some 10 GB, 3 to 10 minutes once)."
+	@echo "demo and test set up .venv first (SGLang and PyTorch, some 11 GB, 3 to 10 minutes once)."
 
 demo: $(READY) ## show stock SGLang and the plugin side by side (ARGS="--json", ...)
 	@$(BIN)/sglang-router-ext demo $(ARGS)
@@ -57,6 +57,8 @@ $(READY): pyproject.toml
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1 && ! "$$python" -m venv --clear .venv; then \
 	  echo "make: $$python cannot create a virtual environment (Debian, Ubuntu: install python3-venv)" >&2; exit 1; \
 	fi; \
+	( while sleep 30 >/dev/null 2>&1; do echo "set-up: $$SECONDS s so far"; done ) & beat=$$!; \
+	trap 'kill $$beat 2>/dev/null || true' EXIT; \
 	$(BIN)/python -m pip install --progress-bar on -e '.[dev]'; \
 	rm -f .venv/ready-*; touch $@; \
 	echo "Set-up took $$SECONDS s."

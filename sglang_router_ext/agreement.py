@@ -69,7 +69,7 @@ def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> 
     if logits.dtype != torch.float32 or logits.shape != truth.logits.shape:
         return [f"logits: {logits.dtype} {tuple(logits.shape)}, wanted float32 {tuple(truth.logits.shape)}"]
     got, want = logits.double(), truth.logits
-    finite = want.isfinite() & (truth.magnitude is None or truth.magnitude < 3e38)  # type: ignore[operator]
+    finite = want.isfinite() if truth.magnitude is None else want.isfinite() & (truth.magnitude < 3e38)
     # An input that holds NaN or infinity must not come out as a number.
     bad = torch.where(finite, ~((got - want).abs() <= bound), got.isfinite())
     return _first(bad, lambda r, e: f"logits[{r}, {e}]: {got[r, e]:.9g}, wanted {want[r, e]:.9g} +- {bound[r, e]:.2g}")
@@ -77,7 +77,7 @@ def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> 
 
 def _check_shapes(result: Result, truth: Truth, problem: Problem) -> list[str]:
     assert result.ids is not None
-    shape, found = (len(truth.logits), problem.topk), []
+    shape, found = (len(truth.logits), problem.slots), []
     for name, tensor, dtype in (("ids", result.ids, torch.int32), ("weights", result.weights, torch.float32)):
         if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
             got = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -93,6 +93,8 @@ def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: to
         weights[valid:] != 0, lambda r, k: f"weights[{valid + r}, {k}]: {weights[valid + r, k]} in a padded row, wanted 0"
     )
     ids, weights = ids[:valid], weights[:valid]
+    found += _compare_shared(ids[:, problem.topk :], weights[:, problem.topk :], problem)
+    ids, weights = ids[:, : problem.topk], weights[:, : problem.topk]
     outside = (ids < 0) | (ids >= problem.experts)
     if outside.any():
         return found + _first(outside, lambda r, k: f"ids[{r}, {k}]: {ids[r, k]} is outside [0, {problem.experts})")
@@ -103,6 +105,14 @@ def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: to
     if not found:
         found += _compare_ids(ids, truth, bound[:valid]) + _compare_weights(ids, weights, truth, problem, bound[:valid])
     return found
+
+
+def _compare_shared(ids: torch.Tensor, weights: torch.Tensor, problem: Problem) -> list[str]:
+    """The shared slots behind the routed ones: ids from ``experts`` on, one weight, exactly."""
+    want = torch.arange(problem.experts, problem.experts + problem.shared, device=ids.device).expand_as(ids)
+    share = torch.tensor(problem.shared_weight, dtype=torch.float32).item()
+    found = _first(ids != want, lambda r, k: f"shared ids[{r}, {k}]: {ids[r, k]}, wanted {want[r, k]}")
+    return found + _first(weights != share, lambda r, k: f"shared weights[{r}, {k}]: {weights[r, k]}, wanted {share}")
 
 
 def _compare_ids(ids: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:

@@ -72,10 +72,14 @@ def check_selection(
     row = TABLE[design]
     assert row.max_experts is not None and row.max_topk is not None
     expect(problem.experts <= row.max_experts, "experts", problem.experts, f"at most {row.max_experts} for {design}")
-    expect(problem.topk <= row.max_topk, "topk", problem.topk, f"at most {row.max_topk} for {design}")
+    expect(
+        problem.slots <= row.max_topk,
+        "topk",
+        f"{problem.slots} slots",
+        f"at most {row.max_topk}, shared included, for {design}",
+    )
     expect(problem.score in row.scores, "score", problem.score, f"{' | '.join(row.scores)} for {design}")
     expect(problem.groups == 1, "groups", problem.groups, f"1 for {design}")
-    expect(problem.shared == 0, "shared", problem.shared, f"0 for {design}")
     if logits is not None:
         check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
     check_tensor("bias", bias, torch.float32, (problem.experts,), device)

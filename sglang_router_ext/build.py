@@ -19,11 +19,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
 
+from sglang_router_ext.contract import Problem
 from sglang_router_ext.designs import PACKAGE
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
@@ -190,15 +191,13 @@ def cross_compile(header: str, instances: Sequence[str], arch: int) -> list[Usag
 
     toolchain = find_toolchain()
     lines = ["#include <tvm/ffi/container/tensor.h>", "#include <tvm/ffi/function.h>", f'#include "{PACKAGE / header}"']
-    lines += [
-        f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(run{i}, (::rx::{instance}::run));" for i, instance in enumerate(instances)
-    ]
+    lines += [f"TVM_FFI_DLL_EXPORT_TYPED_FUNC(run{i}, (::rx::{instance}::run));" for i, instance in enumerate(instances)]
     includes = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
     with tempfile.TemporaryDirectory() as folder:
         unit = pathlib.Path(folder, "unit.cu")
         unit.write_text("\n".join(lines) + "\n")
-        command = [toolchain.nvcc, *WITHOUT_SGLANG_FLAGS, *_target(arch), *(f"-I{path}" for path in includes)]
-        command += ["-Xptxas=-v", "-cubin", "-o", pathlib.Path(folder, "unit.cubin"), unit]
+        command = [str(toolchain.nvcc), *WITHOUT_SGLANG_FLAGS, *_target(arch), *(f"-I{path}" for path in includes)]
+        command += ["-Xptxas=-v", "-cubin", "-o", str(pathlib.Path(folder, "unit.cubin")), str(unit)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"{header} for sm_{arch}: {done.stderr[-2000:]}")
@@ -224,6 +223,38 @@ def _parse_usage(text: str) -> list[Usage]:
             )
         )
     return found
+
+
+def instances(problem: Problem) -> dict[str, set[str]]:
+    """Header -> instances that serve ``problem`` with 16-byte aligned tensors, as the wrappers would ask for them."""
+    from sglang_router_ext.fused import pair
+    from sglang_router_ext.gate import small_rows
+    from sglang_router_ext.selection import warp_select
+
+    vector = problem.experts % 4 == 0
+    return {
+        pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector)},
+        small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden)},
+        warp_select.HEADER: {warp_select.instance(problem.experts, vector)},
+    }
+
+
+def prebuild(arch: int | None = None) -> Iterator[str]:
+    """Build every catalogue problem's kernels for ``arch`` (None: the GPU found); yields a line for each that is ready.
+
+    Raises :class:`BuildError`. One architecture a process, as SGLang's loader remembers its target.
+    """
+    from sglang_router_ext.bench.cases import CASES
+
+    wanted: dict[str, set[str]] = {}
+    for case in CASES.values():
+        for header, some in instances(case.problem).items():
+            wanted.setdefault(header, set()).update(some)
+    todo = [(header, instance) for header, some in wanted.items() for instance in sorted(some)]
+    with target(arch) if arch is not None else nullcontext():
+        for number, (header, instance) in enumerate(todo, 1):
+            load(header, instance)
+            yield f"{number} of {len(todo)}: {header} {instance}"
 
 
 @contextmanager

@@ -44,12 +44,13 @@ def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, nam
         )
     if "selection" in design.stages:
         if design.max_topk is not None:
-            refuse(problem.topk > design.max_topk, f"top-{problem.topk}: takes at most top-{design.max_topk}")
+            refuse(
+                problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
+            )
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
         refuse(not problem.bias, "no selection bias: takes routers with one")
         refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")
         refuse(problem.groups > 1, f"{problem.groups} expert groups: takes ungrouped selection")
-        refuse(problem.shared > 0, f"{problem.shared} fused shared-expert slots: takes none")
     if not named:
         refuse(design.status != "on", "on trial: runs only where it is named")
         if gpu is not None and design.status == "on":

@@ -14,8 +14,11 @@ Tensors, in the order in which they appear::
     weight   [experts, hidden]       bfloat16, rows 16-byte aligned
     bias     [experts]               float32, never narrowed
     logits   [rows, experts]         float32
-    ids      [rows, topk]            int32, in descending order of the key; -1 in a padded row
-    weights  [rows, topk]            float32; 0 in a padded row
+    ids      [rows, topk + shared]   int32, in descending order of the key; -1 in a padded row
+    weights  [rows, topk + shared]   float32; 0 in a padded row
+
+Fused shared experts stand behind the routed ones: slot topk + i has id experts + i and weight ``shared_weight``, and takes no
+part in ranking or renormalising.
 
 Special values. A NaN key ranks as ``NAN_KEY``, above minus infinity and below every real key, as SGLang ranks it; its score
 weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the weights
@@ -50,7 +53,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What one MoE layer asks of its router; everything but the number of rows.
 
     ``scale`` multiplies the weights once, here or nowhere: a layer whose expert kernel applies the routed scaling factor
-    says 1.0. ``shared`` counts the fused shared-expert slots that the router itself has to append.
+    says 1.0. ``shared`` counts the fused shared-expert slots that the router itself appends, with ``shared_weight`` each.
     """
 
     experts: int
@@ -63,6 +66,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     renormalize: bool = True
     scale: float = 1.0
     shared: int = 0
+    shared_weight: float = 1.0
     hidden_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
     bias_dtype: str = "float32"
@@ -81,7 +85,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         grouped = f", {self.groups} groups keep {self.groups_kept}" if self.groups > 1 else ""
         bias = f" + {self.bias_dtype} bias" if self.bias else ""
-        return f"{self.experts} x {self.hidden} ({self.weight_dtype}), top-{self.topk}, {self.score}{bias}{grouped}"
+        shared = f" + {self.shared} shared" if self.shared else ""
+        return f"{self.experts} x {self.hidden} ({self.weight_dtype}), top-{self.topk}{shared}, {self.score}{bias}{grouped}"
+
+    @property
+    def slots(self) -> int:
+        """Columns of ids and weights: routed and shared."""
+        return self.topk + self.shared
 
 
 class Gpu(msgspec.Struct, frozen=True):

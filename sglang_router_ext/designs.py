@@ -35,7 +35,9 @@ class Rows(msgspec.Struct, frozen=True):
         return rows >= self.first and (self.last is None or rows <= self.last)
 
     def __str__(self) -> str:
-        return f"{self.first}+" if self.last is None else f"{self.first}-{self.last}"
+        if self.last is None:
+            return f"{self.first}+"
+        return str(self.first) if self.last == self.first else f"{self.first}-{self.last}"
 
 
 class Design(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +84,7 @@ def source_hash(sources: tuple[str, ...]) -> str:
     if not sources:
         return ""
     digest = hashlib.sha256()
-    for name in sorted(sources):
+    for name in sorted(set(sources)):
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -147,7 +149,7 @@ DESIGNS: tuple[Design, ...] = (
         name="warp_select",
         stages=("selection",),
         target="selection.warp_select:warp_select",
-        what="one warp a row, keys in registers, one integer warp maximum an expert",
+        what="a row by its own warps, keys in registers, the few that can win ranked all at once",
         archs=HOPPER_UP,
         max_experts=1024,
         max_topk=32,
@@ -196,7 +198,7 @@ TABLE = by_name()
 
 
 class Backend(msgspec.Struct, frozen=True):
-    """A value of ``--moe-runner-backend``. ``designs`` may run because the user named the backend; empty: only measured bands."""
+    """A value of ``--moe-runner-backend``. ``designs`` run because the user named the backend; empty: only measured bands."""
 
     name: str
     what: str

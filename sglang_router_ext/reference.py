@@ -19,7 +19,7 @@ class Truth(NamedTuple):
     logits: torch.Tensor  # [rows, experts] fp64
     scores: torch.Tensor  # [rows, experts] fp64, NaN where the logit is NaN
     keys: torch.Tensor  # [rows, experts] fp64, NaN replaced by NAN_KEY
-    ids: torch.Tensor  # [rows, topk] int64, descending key, the lower id on ties; -1 in padded rows
+    ids: torch.Tensor  # [rows, topk] int64, descending key, the lower id on ties; -1 in padded rows; routed experts only
     weights: torch.Tensor  # [rows, topk] fp64; 0 in padded rows
     margin: torch.Tensor  # [rows] fp64, gap at the cut: last selected key - first rejected key; +inf if none is rejected
     magnitude: torch.Tensor | None  # [rows, experts] fp64, sum of |hidden x weight|; None where logits were given
@@ -52,7 +52,7 @@ def select(
 ) -> Truth:
     """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract."""
     expect(problem.score == "sigmoid", "score", problem.score, "sigmoid")
-    expect(problem.groups == 1 and problem.shared == 0, "problem", problem, "ungrouped, no shared slots")
+    expect(problem.groups == 1, "groups", problem.groups, "1")
     expect(logits.shape[1] == problem.experts, "logits", tuple(logits.shape), f"[rows, {problem.experts}]")
     wide = logits.double()
     scores = torch.sigmoid(wide)
@@ -68,6 +68,15 @@ def select(
     valid = len(logits) if num_token_non_padded is None else max(0, min(num_token_non_padded, len(logits)))
     ids[valid:] = PAD_ID
     return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, valid)
+
+
+def outputs(problem: Problem, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights [rows, topk + shared], int32 and fp32, as a design returns them: shared slots behind the routed ones."""
+    rows = len(truth.ids)
+    shared = torch.arange(problem.experts, problem.experts + problem.shared, device=truth.ids.device).expand(rows, -1).clone()
+    weight = torch.full((rows, problem.shared), problem.shared_weight, dtype=torch.float64, device=truth.ids.device)
+    shared[truth.valid :], weight[truth.valid :] = PAD_ID, 0.0
+    return torch.cat([truth.ids, shared], 1).int(), torch.cat([truth.weights, weight], 1).float()
 
 
 def route(

@@ -24,8 +24,8 @@ class Routed(NamedTuple):
     """What the router hands over; a stage that stays with the host is None. Shapes and dtypes as in ``contract.py``."""
 
     logits: torch.Tensor | None  # [rows, experts] fp32
-    ids: torch.Tensor | None  # [rows, topk] int32, -1 in padded rows
-    weights: torch.Tensor | None  # [rows, topk] fp32, 0 in padded rows
+    ids: torch.Tensor | None  # [rows, topk + shared] int32, -1 in padded rows
+    weights: torch.Tensor | None  # [rows, topk + shared] fp32, 0 in padded rows
 
 
 @functools.cache

@@ -21,6 +21,12 @@ CASES = {
     for case in (
         Case(name="glm-5.3-flash", problem=Problem(experts=288, hidden=4096, topk=8), layers=42),
         Case(
+            name="glm-5.3-flash-shared",
+            problem=Problem(experts=288, hidden=4096, topk=8, shared=1, shared_weight=0.4),
+            layers=42,
+            what="with its shared expert fused as slot 9, as SGLang serves it by default",
+        ),
+        Case(
             name="deepseek-v3-ungrouped",
             problem=Problem(experts=256, hidden=7168, topk=8),
             layers=58,

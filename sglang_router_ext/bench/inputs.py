@@ -326,8 +326,8 @@ FULL_CASES = (
     "glm-4.5-air-bf16",
 )
 """Cases that every row count and kind is checked on."""
-SHORT_CASES = ("glm-4.6", "deepseek-v3")
-"""Cases that only some designs take, in a shape that stands above already."""
+SHORT_CASES = ("glm-5.3-flash-shared", "glm-4.6", "deepseek-v3")
+"""Cases in a shape that stands above already, or that only some designs take."""
 MODEL_ROWS = (*range(1, 19), 24, 31, 32, 33, 48, 63, 64)
 KIND_ROWS = (1, 7, 16, 33)
 LARGE_ROWS = (257, 1024, 8192)
@@ -361,6 +361,9 @@ def odd_checks() -> Iterator[Check]:
         hidden = (8, 40)[place % 2]
         problems += [Problem(experts=experts, hidden=hidden, topk=topk, scale=2.5) for topk in sorted(chosen)]
     problems.append(Problem(experts=288, hidden=40, topk=8, renormalize=False, scale=2.5))
+    problems += [
+        Problem(experts=60, hidden=40, topk=topk, shared=shared, scale=2.5) for topk, shared in ((6, 2), (8, 1), (31, 1))
+    ]
     for problem in problems:
         yield from (Check(case=ODD, problem=problem, rows=rows) for rows in ODD_ROWS)
         yield from (Check(case=ODD, problem=problem, rows=5, kind=kind) for kind in ODD_KINDS)

@@ -164,8 +164,9 @@ def bytes_of(model: dict) -> int:
 
 
 def write(size: Size, path: pathlib.Path, say: Callable[[str], None] = print) -> pathlib.Path:
-    """The checkpoint of ``size`` at ``path``, written unless it is there: whole or not at all. Raises ContractError for a folder
-    or a disk that cannot take it.
+    """The checkpoint of ``size`` at ``path``, written unless it is there: whole or not at all.
+
+    Raises :class:`~sglang_router_ext.contract.ContractError` for a folder or a disk that cannot take it.
 
     Beside the model lies ``changed/``: the selection biases alone, narrowed to bf16, for ``update_weights_from_disk``.
     """

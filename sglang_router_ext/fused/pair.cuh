@@ -11,10 +11,10 @@ namespace rx {
 template <int kWarps, int kTiles, int kDepth, bool kExact, int kGroups, int kSlices, bool kVector>
 struct Pair {
   // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, bias [experts] fp32, num_token_non_padded [1] int32 or empty;
-  // written: sums [slices, rows, experts up to whole blocks] fp32 (scratch), logits [rows, experts] fp32, ids [rows, topk] int32,
-  // weights [rows, topk] fp32
-  static void
-  run(TensorView hidden,
+  // written: sums [slices, rows, experts up to whole blocks] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots]
+  // int32, weights [rows, slots] fp32; slots is topk and the shared experts
+  static void run(
+      TensorView hidden,
       TensorView weight,
       TensorView bias,
       TensorView sums,
@@ -22,7 +22,9 @@ struct Pair {
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      int64_t topk,
       double scale,
+      double shared_weight,
       bool renormalize) {
     const cudaStream_t stream = stream_of(hidden);
     SmallRowsParams gate = small_rows_params(hidden, weight);
@@ -31,7 +33,8 @@ struct Pair {
     gate.slice_stride = sums.stride(0);
     launch_small_rows<kWarps, kTiles, kDepth, kExact, false>(gate, kSlices, stream);
 
-    WarpSelectParams select = warp_select_params(bias, ids, weights, num_token_non_padded, scale, renormalize);
+    WarpSelectParams select =
+        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     select.logits = gate.out;
     select.row_stride = gate.out_stride;
     select.slice_stride = static_cast<int>(gate.slice_stride);

@@ -8,7 +8,7 @@ from sglang_router_ext import build
 from sglang_router_ext.arguments import check_gate, check_selection
 from sglang_router_ext.contract import Problem, expect
 from sglang_router_ext.gate.small_rows import config
-from sglang_router_ext.selection.warp_select import outputs, template, vectorised
+from sglang_router_ext.selection.warp_select import outputs, scalars, template, vectorised
 
 HEADER = "fused/pair.cuh"
 
@@ -29,7 +29,7 @@ def pair(
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16, ``bias`` [experts] fp32 ->
-    logits [rows, experts] fp32, ids [rows, topk] int32, weights [rows, topk] fp32.
+    logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32.
     """
     check_gate("pair", hidden, weight)
     expect(tuple(weight.shape) == (problem.experts, problem.hidden), "weight", tuple(weight.shape), f"the shape of {problem}")
@@ -39,8 +39,8 @@ def pair(
     columns = -(-experts // split.padded) * split.padded
     sums = torch.empty((split.slices, rows, columns), dtype=torch.float32, device=device)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
-    ids, weights = outputs(rows, problem.topk, device)
+    ids, weights = outputs(rows, problem.slots, device)
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
     module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias)))
-    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, problem.scale, problem.renormalize)
+    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, *scalars(problem))
     return logits, ids, weights

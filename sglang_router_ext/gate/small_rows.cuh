@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves out
-// every bound on K; a cold GPU fetches the instructions from memory too. kTall: more than 8 rows.
+// kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves
+// out every bound on K; a cold GPU fetches the instructions from memory too. kTall: more than 8 rows.
 template <int kWarps, int kTiles, int kDepth, bool kExact, bool kTall, bool kCluster>
 __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
   constexpr int kHalves = kTall ? 2 : 1, kRows = 8 * kHalves, kExperts = 8 * kTiles, kThreads = kWarps * kWarp;
@@ -149,11 +149,10 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
       uint32_t target, remote_barrier;
       asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][threadIdx.x])));
       asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote_barrier) : "r"(shared_address(&barrier)));
-      asm volatile(
-          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
-          "r"(__float_as_uint(total)),
-          "r"(remote_barrier)
-          : "memory");
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
+                   "r"(__float_as_uint(total)),
+                   "r"(remote_barrier)
+                   : "memory");
       return;
     }
     uint32_t done = 0;

@@ -58,10 +58,15 @@ def config(experts: int, hidden: int) -> Config:
     return Config(16, 1, 2 if chunks <= 32 * slices else 4, slices, False)
 
 
+def instance(experts: int, hidden: int) -> str:
+    """The C++ instance that serves a shape."""
+    return f"SmallRows<{config(experts, hidden).template}>"
+
+
 def small_rows(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``hidden`` [rows, hidden] bf16 x ``weight`` [experts, hidden] bf16 -> logits [rows, experts] fp32."""
     check_gate("small_rows", hidden, weight)
     split = config(*weight.shape)
     logits = torch.empty((len(hidden), len(weight)), dtype=torch.float32, device=hidden.device)
-    build.load(HEADER, f"SmallRows<{split.template}>").run(hidden, weight, logits, split.slices)
+    build.load(HEADER, instance(*weight.shape)).run(hidden, weight, logits, split.slices)
     return logits

@@ -42,8 +42,8 @@ NO_PLAN = "logits of no linked gate, or changed since"
 class Plan(NamedTuple):
     """A selection, and the question that it answers."""
 
-    ids: torch.Tensor  # [rows, topk] int32
-    weights: torch.Tensor  # [rows, topk] float32
+    ids: torch.Tensor  # [rows, topk + shared] int32
+    weights: torch.Tensor  # [rows, topk + shared] float32
     design: str
     problem: Problem
     bias: torch.Tensor  # [experts] float32, the tensor that the selection read
@@ -189,6 +189,7 @@ def problem_of(weight: torch.Tensor, bias: torch.Tensor | None, config: TopKConf
         renormalize=config.renormalize,
         scale=_scale(config.routed_scaling_factor, config.apply_routed_scaling_factor_on_output),
         shared=_shared_slots(config),
+        shared_weight=_shared_weight(config.routed_scaling_factor, config.apply_routed_scaling_factor_on_output),
         bias_dtype=_name(bias.dtype),
     )
 
@@ -204,6 +205,11 @@ def _shared_slots(config: TopKConfig) -> int:
 def _scale(factor: float | None, on_output: bool | None) -> float:
     """The routed scaling factor belongs to the weights only if SGLang says so; else the expert kernel applies it."""
     return float(factor) if on_output and factor is not None else 1.0
+
+
+def _shared_weight(factor: float | None, on_output: bool | None) -> float:
+    """What a shared slot weighs, so that the factor which the expert kernel applies to the whole output cancels."""
+    return 1.0 if on_output or not factor else 1.0 / factor
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -311,6 +317,7 @@ def difference(
         "groups": num_expert_group or 1,
         "groups_kept": topk_group or 1,
         "scale": _scale(routed_scaling_factor, apply_routed_scaling_factor_on_output),
+        "shared_weight": _shared_weight(routed_scaling_factor, apply_routed_scaling_factor_on_output),
     }
     for name, value in asked.items():
         planned = getattr(plan.problem, name)

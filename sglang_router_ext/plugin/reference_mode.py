@@ -42,7 +42,7 @@ class OracleRoute(Route):
         truth = reference.select(
             self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded), magnitude=magnitude
         )
-        return Routed(logits.float(), truth.ids.int(), truth.weights.float())
+        return Routed(logits.float(), *reference.outputs(self.problem, truth))
 
     def select(
         self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
@@ -51,7 +51,7 @@ class OracleRoute(Route):
         if self.choice(len(logits)).selection == "host":
             return None, None
         truth = reference.select(self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded))
-        return truth.ids.int(), truth.weights.float()
+        return reference.outputs(self.problem, truth)
 
 
 def _rows_of(num_token_non_padded: torch.Tensor | None) -> int | None:

@@ -36,15 +36,17 @@ def sigmoid(logit):
 def triton_select_kernel(
     logits_ptr,  # [rows, experts] fp32
     bias_ptr,  # [experts] fp32
-    ids_ptr,  # [rows, topk] int32
-    weights_ptr,  # [rows, topk] fp32
+    ids_ptr,  # [rows, topk + shared] int32
+    weights_ptr,  # [rows, topk + shared] fp32
     num_token_non_padded_ptr,  # [1] int32, read if HAS_PADDING
     row_stride,
     scale,
+    shared_weight,
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
-    TOPK_POW2: tl.constexpr,
+    SLOTS_POW2: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     NAN_RANKS_AS: tl.constexpr,
@@ -67,9 +69,9 @@ def triton_select_kernel(
     order = tl.where(bits < 0, ~bits.to(tl.int64) & 0xFFFFFFFF, (bits.to(tl.int64) & 0xFFFFFFFF) + 0x80000000)
     order = tl.where(inside, order, 0)
 
-    slot = tl.arange(0, TOPK_POW2)
-    ids = tl.zeros([TOPK_POW2], tl.int32)
-    weights = tl.zeros([TOPK_POW2], tl.float32)
+    slot = tl.arange(0, SLOTS_POW2)
+    ids = EXPERTS + slot - TOPK  # of the shared experts, behind the routed ones
+    weights = tl.zeros([SLOTS_POW2], tl.float32)
     for k in tl.static_range(TOPK):
         top = tl.max(order, 0)
         winner = tl.min(tl.where(order == top, expert, EXPERTS_POW2), 0)
@@ -80,13 +82,13 @@ def triton_select_kernel(
     if RENORMALIZE:
         total = tl.sum(weights, 0)
         weights = weights / tl.where(total > 0.0, total, 1.0)
-    weights = weights * scale
+    weights = tl.where(slot < TOPK, weights * scale, shared_weight)
     if HAS_PADDING:
         live = row < tl.load(num_token_non_padded_ptr)
         ids = tl.where(live, ids, -1)
         weights = tl.where(live, weights, 0.0)
-    tl.store(ids_ptr + row * TOPK + slot, ids, mask=slot < TOPK)
-    tl.store(weights_ptr + row * TOPK + slot, weights, mask=slot < TOPK)
+    tl.store(ids_ptr + row * SLOTS + slot, ids, mask=slot < SLOTS)
+    tl.store(weights_ptr + row * SLOTS + slot, weights, mask=slot < SLOTS)
 
 
 def triton_select(
@@ -96,11 +98,11 @@ def triton_select(
     *,
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids [rows, topk] int32, weights [rows, topk] fp32."""
+    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids and weights [rows, topk + shared], int32 and fp32."""
     if not INTERPRETED:
         check_cuda("logits", logits)
     check_selection("triton_select", problem, logits, bias, num_token_non_padded, logits.device)
-    ids, weights = outputs(len(logits), problem.topk, logits.device)
+    ids, weights = outputs(len(logits), problem.slots, logits.device)
     if len(logits) == 0:
         return ids, weights
     triton_select_kernel[(len(logits),)](
@@ -111,10 +113,12 @@ def triton_select(
         ids if num_token_non_padded is None else num_token_non_padded,
         logits.stride(0),
         problem.scale,
+        problem.shared_weight,
         EXPERTS=problem.experts,
         TOPK=problem.topk,
+        SLOTS=problem.slots,
         EXPERTS_POW2=triton.next_power_of_2(problem.experts),
-        TOPK_POW2=triton.next_power_of_2(problem.topk),
+        SLOTS_POW2=triton.next_power_of_2(problem.slots),
         RENORMALIZE=problem.renormalize,
         HAS_PADDING=num_token_non_padded is not None,
         NAN_RANKS_AS=NAN_KEY,

@@ -1,15 +1,17 @@
-// Selection: logits -> ids, weights. A team of warps owns one row: one warp a row for many rows, one warp per 128 experts for few.
+// Selection: logits -> ids, weights. A team of warps owns one row: one warp a row for many rows, one warp per 128 experts for
+// few.
 //
 //   registers   lane l holds the keys of experts 128 g + 4 l + {0..3} of its warp's share, g < kGroups, as ordered integers
 //   shared      RowMemory, one a row
 //
-// The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 10 for top-8.
-// These are listed, and each of them counts how many of the team's others are better. So the time hardly depends on topk. Where
-// more keys reach the bound than can be listed, as in a row of ties, the team takes its best key topk times instead.
+// The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 10 for
+// top-8. These are listed, and each of them counts how many of the team's others are better. So the time hardly depends on
+// topk. Where more keys reach the bound than can be listed, as in a row of ties, the team takes its best key topk times
+// instead.
 //
 // What lost, for one row of 288 experts behind the gate: topk rounds of a warp-wide maximum for every row (the loop body of 85
-// instructions takes about 140 cycles); one warp for the row (+0.15 us); a rehearsal of this kernel before its wait, to have the
-// instructions there (+1.3 us); polling the gate's sums instead of waiting for its end (+0.1 to 0.3 us).
+// instructions takes about 140 cycles); one warp for the row (+0.15 us); a rehearsal of this kernel before its wait, to have
+// the instructions there (+1.3 us); polling the gate's sums instead of waiting for its end (+0.1 to 0.3 us).
 #pragma once
 
 #include "../device/launch.cuh"
@@ -22,13 +24,14 @@ struct WarpSelectParams {
   const float* logits;                  // [rows, experts]; behind small_rows sums [slices, rows, experts]
   const float* bias;                    // [experts]
   float* logits_out;                    // [rows, experts], written behind small_rows
-  int32_t* ids;                         // [rows, topk]
-  float* weights;                       // [rows, topk]
+  int32_t* ids;                         // [rows, slots]
+  float* weights;                       // [rows, slots]
   const int32_t* num_token_non_padded;  // [1] on the device, or null
   int64_t row_stride;                   // elements, of logits
   int slice_stride;                     // elements, of logits
   int rows, experts, topk;
-  float scale;
+  int slots;  // topk routed ones, then the shared experts'
+  float scale, shared_weight;
   bool renormalize;
 };
 
@@ -57,11 +60,11 @@ inline constexpr int kListed = kTopk <= 8 ? 16 : 64;
 
 template <int kTeam, int kGroups, int kTopk>
 struct alignas(16) RowMemory {
-  float logits[kTeam][128 * kGroups];         // by place in the warp's share
-  Ranked candidates[kTeam][kListed<kTopk>];   // 0 where there is none
-  alignas(16) float score[kTopk];             // of the winners, in order; 0 from topk on
-  int id[kTopk];                              // of the winners, in order
-  Ranked warp_best[2][kTeam];                 // where the team takes one at a time; rounds alternate
+  float logits[kTeam][128 * kGroups];        // by place in the warp's share
+  Ranked candidates[kTeam][kListed<kTopk>];  // 0 where there is none
+  alignas(16) float score[kTopk];            // of the winners, in order; 0 from topk on
+  int id[kTopk];                             // of the winners, in order
+  Ranked warp_best[2][kTeam];                // where the team takes one at a time; rounds alternate
 };
 
 template <int kTeam>
@@ -176,7 +179,7 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
   for (int s = 0; s < kParts; ++s) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      part[s][g] = load_four<kVector || kBehindSmallRows>(source[s], first_expert + 128 * g, past);
+      part[s][g] = load_four < kVector || kBehindSmallRows > (source[s], first_expert + 128 * g, past);
     }
   }
   const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
@@ -238,14 +241,15 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
   }
 
   if (!too_many) {
-#pragma unroll
+    constexpr int kUnroll = kTopk <= 8 ? 8 : 1;  // long lists would unroll to thousands of instructions
+#pragma unroll kUnroll
     for (int first = 0; first < kListed<kTopk>; first += 16) {
       const int mine = first + lane / 2, half = lane % 2;
       const Ranked own = memory.candidates[warp][mine];
       const int id = expert_of(own);
       const float score = sigmoid_to_weigh(memory.logits[warp][mine < listed ? id - share * warp : 0]);
       int rank = 0;
-#pragma unroll
+#pragma unroll kUnroll
       for (int w = 0; w < kTeam; ++w) {
         uint32_t better = 0;
 #pragma unroll
@@ -265,10 +269,11 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
     take_one_by_one<kTeam, kGroups, kTopk>(key, memory, share, first_expert, params.topk, warp, lane);
   }
   team_sync<kTeam>();
-  if (warp > 0 || lane >= params.topk) return;
+  if (warp > 0 || lane >= params.slots) return;
 
-  const int id = memory.id[lane];
-  const float score = memory.score[lane];
+  const bool routed = lane < params.topk;
+  const int id = routed ? memory.id[lane % kTopk] : params.experts + lane - params.topk;
+  const float score = memory.score[lane % kTopk];
   float factor = params.scale;
   if (params.renormalize) {
     float sum = 0.0f;
@@ -280,9 +285,9 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
     }
     factor = sum > 0.0f ? __fdividef(params.scale, sum) : 0.0f;
   }
-  const int64_t slot = static_cast<int64_t>(row) * params.topk + lane;
+  const int64_t slot = static_cast<int64_t>(row) * params.slots + lane;
   params.ids[slot] = padded ? -1 : id;
-  params.weights[slot] = padded ? 0.0f : score * factor;
+  params.weights[slot] = padded ? 0.0f : routed ? score * factor : params.shared_weight;
 }
 
 // kGroups: groups of 128 experts.
@@ -307,7 +312,9 @@ inline WarpSelectParams warp_select_params(
     TensorView ids,
     TensorView weights,
     TensorView num_token_non_padded,
+    int64_t topk,
     double scale,
+    double shared_weight,
     bool renormalize) {
   WarpSelectParams params{};
   params.bias = static_cast<const float*>(bias.data_ptr());
@@ -318,8 +325,10 @@ inline WarpSelectParams warp_select_params(
   }
   params.rows = static_cast<int>(ids.size(0));
   params.experts = static_cast<int>(bias.size(0));
-  params.topk = static_cast<int>(ids.size(1));
+  params.topk = static_cast<int>(topk);
+  params.slots = static_cast<int>(ids.size(1));
   params.scale = static_cast<float>(scale);
+  params.shared_weight = static_cast<float>(shared_weight);
   params.renormalize = renormalize;
   return params;
 }
@@ -327,17 +336,20 @@ inline WarpSelectParams warp_select_params(
 // Entry point of the selection alone.
 template <int kGroups, bool kVector>
 struct WarpSelect {
-  // logits [rows, experts] fp32, bias [experts] fp32, ids [rows, topk] int32 and weights [rows, topk] fp32 (written),
-  // num_token_non_padded [1] int32 or empty for no padding
-  static void
-  run(TensorView logits,
+  // logits [rows, experts] fp32, bias [experts] fp32, ids [rows, slots] int32 and weights [rows, slots] fp32 (written),
+  // num_token_non_padded [1] int32 or empty for no padding; slots is topk and the shared experts
+  static void run(
+      TensorView logits,
       TensorView bias,
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      int64_t topk,
       double scale,
+      double shared_weight,
       bool renormalize) {
-    WarpSelectParams params = warp_select_params(bias, ids, weights, num_token_non_padded, scale, renormalize);
+    WarpSelectParams params =
+        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     params.logits = static_cast<const float*>(logits.data_ptr());
     params.row_stride = logits.stride(0);
     launch_warp_select<kGroups, 0, kVector>(params, stream_of(logits));

@@ -1,4 +1,4 @@
-"""``warp_select``: sigmoid + bias, top-k and weights of a row by one warp; see warp_select.cuh for who owns what."""
+"""``warp_select``: sigmoid + bias, top-k and weights of a row by its own warps; see warp_select.cuh for who owns what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADER = "selection/warp_select.cuh"
 
 
 def groups(experts: int) -> int:
-    """Groups of 128 experts that a warp holds: four experts a lane each. Two widths above 512 keep the number of builds small."""
+    """Groups of 128 experts, four a lane. Two widths above 512 keep the number of builds small."""
     exact = -(-experts // 128)
     return exact if exact <= 4 else 7 if exact <= 7 else 8
 
@@ -28,10 +28,20 @@ def template(experts: int, vector: bool) -> str:
     return f"{groups(experts)}, {'true' if vector else 'false'}"
 
 
-def outputs(rows: int, topk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten ids [rows, topk] int32 and weights [rows, topk] fp32."""
-    ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
-    return ids, torch.empty((rows, topk), dtype=torch.float32, device=device)
+def instance(experts: int, vector: bool) -> str:
+    """The C++ instance that serves ``experts``; ``vector``: see :func:`vectorised`."""
+    return f"WarpSelect<{template(experts, vector)}>"
+
+
+def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten ids [rows, slots] int32 and weights [rows, slots] fp32."""
+    ids = torch.empty((rows, slots), dtype=torch.int32, device=device)
+    return ids, torch.empty((rows, slots), dtype=torch.float32, device=device)
+
+
+def scalars(problem: Problem) -> tuple[int, float, float, bool]:
+    """The numbers that the kernel takes of a problem, in its order."""
+    return problem.topk, problem.scale, problem.shared_weight, problem.renormalize
 
 
 def warp_select(
@@ -41,13 +51,13 @@ def warp_select(
     *,
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids [rows, topk] int32, weights [rows, topk] fp32."""
+    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids and weights [rows, topk + shared], int32 and fp32."""
     check_cuda("logits", logits)
     check_selection("warp_select", problem, logits, bias, num_token_non_padded, logits.device)
-    ids, weights = outputs(len(logits), problem.topk, logits.device)
+    ids, weights = outputs(len(logits), problem.slots, logits.device)
     if len(logits) == 0:
         return ids, weights
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, f"WarpSelect<{template(problem.experts, vectorised(problem.experts, logits, bias))}>")
-    module.run(logits, bias, ids, weights, padding, problem.scale, problem.renormalize)
+    module = build.load(HEADER, instance(problem.experts, vectorised(problem.experts, logits, bias)))
+    module.run(logits, bias, ids, weights, padding, *scalars(problem))
     return ids, weights
