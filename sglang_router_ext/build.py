@@ -30,6 +30,11 @@ from sglang_router_ext.designs import PACKAGE
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 """Architectures that the kernels are built for, and the compiler's name of each."""
 
+ARCH_FLAGS = dict.fromkeys((100, 103), ("-Xptxas=--minnctapersm=1",))
+"""Flags of one architecture. There ptxas would keep room for two blocks an SM where one is launched, and spill for it."""
+
+USUAL_HOME = pathlib.Path("/usr/local/cuda")
+
 WITHOUT_SGLANG_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr")
 
 
@@ -74,12 +79,10 @@ def find_toolchain() -> Toolchain:
 
 def _candidates() -> Iterator[tuple[str, pathlib.Path | None]]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(name):
-            yield name, pathlib.Path(os.environ[name])
+        yield name, pathlib.Path(os.environ[name]) if os.environ.get(name) else None
     nvcc = shutil.which("nvcc")
     yield "PATH", pathlib.Path(nvcc).resolve().parent.parent if nvcc else None
-    usual = pathlib.Path("/usr/local/cuda")
-    yield "/usr/local/cuda", usual if (usual / "bin" / "nvcc").exists() else None
+    yield str(USUAL_HOME), USUAL_HOME if (USUAL_HOME / "bin" / "nvcc").exists() else None
     yield "pip", _pip_toolkit()
 
 
@@ -148,9 +151,11 @@ def load(header: str, instance: str) -> Any:
     source = str(PACKAGE / header)
     try:
         if importlib.util.find_spec("sglang") is not None:
-            from sglang.kernels.jit.utils import load_jit
+            from sglang.kernels.jit.utils import get_jit_cuda_arch, load_jit
 
-            return load_jit(marker, cuda_files=[source], cuda_wrappers=wrapper)
+            found = get_jit_cuda_arch()
+            flags = list(ARCH_FLAGS.get(10 * found.major + found.minor, ()))
+            return load_jit(marker, cuda_files=[source], cuda_wrappers=wrapper, extra_cuda_cflags=flags)
         return _load_without_sglang(marker, source, wrapper[0][1])
     except BuildError:
         raise
@@ -172,7 +177,7 @@ def _load_without_sglang(marker: str, source: str, function: str) -> Any:
 
 def _target(arch: int) -> list[str]:
     name = ARCH_TARGETS[arch]
-    return [f"-gencode=arch=compute_{name},code=sm_{name}"]
+    return [f"-gencode=arch=compute_{name},code=sm_{name}", *ARCH_FLAGS.get(arch, ())]
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -200,7 +205,8 @@ def cross_compile(header: str, instances: Sequence[str], arch: int) -> list[Usag
         command += ["-Xptxas=-v", "-cubin", "-o", str(pathlib.Path(folder, "unit.cubin")), str(unit)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise BuildError(f"{header} for sm_{arch}: {done.stderr[-2000:]}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{header} for sm_{arch}: " + "\n".join(errors[:10]))
     return _parse_usage(done.stderr)
 
 

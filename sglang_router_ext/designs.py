@@ -108,6 +108,8 @@ DESIGNS: tuple[Design, ...] = (
         numerics=Numerics.NEAR_TIE,
         chain=32,
         row_stable=True,
+        status="on",
+        bands={"NVIDIA H200": (Rows(1, 16),)},
         sources=("fused/pair.cuh", "fused/pair.py", *_SMALL_ROWS, *_WARP_SELECT),
     ),
     Design(
@@ -122,6 +124,8 @@ DESIGNS: tuple[Design, ...] = (
         numerics=Numerics.LOGIT_BOUND,
         chain=32,
         row_stable=True,
+        status="on",
+        bands={"NVIDIA H200": (Rows(6, 16),)},
         sources=_SMALL_ROWS,
     ),
     Design(
@@ -155,6 +159,8 @@ DESIGNS: tuple[Design, ...] = (
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
+        status="on",
+        bands={"NVIDIA H200": (Rows(1, 8192),)},
         sources=_WARP_SELECT,
     ),
     Design(

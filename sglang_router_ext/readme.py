@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, Record, current_hash, read_all
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
@@ -77,9 +78,10 @@ def results(records: Sequence[Record] | None = None) -> str:
     """Cold times of whole routers, one table a GPU and case. ``records`` None: those of the package."""
     listed = read_all() if records is None else records
     times = [r for r in listed if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in (ROUTER, "floor")]
+    order = [*CASES, *sorted({record.case for record in times} - CASES.keys())]
     parts = [
         _results_of([record for record in times if (record.gpu, record.case) == key])
-        for key in dict.fromkeys((record.gpu, record.case) for record in times)
+        for key in sorted({(record.gpu, record.case) for record in times}, key=lambda key: (key[0], order.index(key[1])))
     ]
     served = {
         (other.identity.gpu, line["moe_layers"]): line
@@ -113,17 +115,19 @@ def _results_of(times: Sequence[BenchRecord]) -> str:
 
 
 def _served(line: dict[str, Any]) -> str:
-    """One ``demo --record``: decode steps, and the router of one layer in a profile of them."""
+    """One ``demo --record``: the router of one layer in a profile of decode steps, and the steps themselves.
+
+    Records of before rounds were interleaved hold no spread, and their steps are left out: they differ by what the CPU did.
+    """
     engines: dict[str, Any] = line["served"]
+    shown = {"router, us a layer": _router}
+    if all("clock_ms" in engine for engine in engines.values()):
+        shown |= {"step on the GPU, us": _gpu_step, "step by the clock, ms": _clock_step}
     title = f"Decode steps with {line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['weights']} weights)"
-    header = ("requests", *(f"{name}, {what}" for what in ("step ms", "router us a layer") for name in engines))
+    header = ("requests", *(f"{name}, {what}" for what in shown for name in engines))
     rows = [
-        (
-            size,
-            *(f"{engine['step_ms'][size]:.3f}" for engine in engines.values()),
-            *(_router(e, size) for e in engines.values()),
-        )
-        for size in next(iter(engines.values()))["step_ms"]
+        (size, *(show(engine, size) for show in shown.values() for engine in engines.values()))
+        for size in next(iter(engines.values()))["router"]
     ]
     return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}"
 
@@ -131,6 +135,19 @@ def _served(line: dict[str, Any]) -> str:
 def _router(engine: dict[str, Any], size: str) -> str:
     router = engine["router"][size]
     return "-" if router is None else f"{router['median_us']:.2f}"
+
+
+def _gpu_step(engine: dict[str, Any], size: str) -> str:
+    step = engine["gpu"][size]
+    return "-" if step is None else _spread(step["span_us"], 0)
+
+
+def _clock_step(engine: dict[str, Any], size: str) -> str:
+    return _spread(engine["clock_ms"][size], 3)
+
+
+def _spread(found: dict[str, float], digits: int) -> str:
+    return f"{found['median']:.{digits}f} ({found['p10']:.{digits}f} to {found['p90']:.{digits}f})"
 
 
 def _fastest(records: Iterable[BenchRecord]) -> BenchRecord | None:

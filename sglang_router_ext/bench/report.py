@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -113,33 +114,47 @@ def per_pass(lines: Sequence[Line]) -> list[str]:
 
 
 def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
-    """Median microseconds over rows, one panel a case and cache state: routers of ours solid, peers dashed, floors dotted."""
+    """Median microseconds over rows, one panel a case and cache state: routers of ours solid, peers dashed, floors dotted.
+
+    Of our routers each row count shows the fastest only, so that the picture answers one question: ours or theirs.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     shown = [line for line in lines if line.timing and line.stages in (ROUTER, "floor")]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
-    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(9, 5.5 * max(1, len(panels))), squeeze=False)
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(9, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
         here = [line for line in shown if (line.case, line.cache) == (case, cache)]
-        for design, stages, ours in dict.fromkeys((line.design, line.stages, line.ours) for line in here):
-            curve = sorted((line for line in here if (line.design, line.ours) == (design, ours)), key=lambda line: line.rows)
-            style = ":" if stages == "floor" else "-" if ours else "--"
-            label = f"{design} (ours)" if ours else design
-            axis.plot([x.rows for x in curve], [x.median_us for x in curve], style, marker=".", label=label)
+        peers = dict.fromkeys(line.design for line in here if not line.ours)
+        for place, design in enumerate(peers):
+            curve = sorted((line for line in here if line.design == design and not line.ours), key=lambda line: line.rows)
+            floor = curve[0].stages == "floor"
+            colour = str(0.3 + 0.25 * (design == FLOOR)) if floor else f"C{place % 10}"
+            _draw(axis, curve, label=design, linestyle=":" if floor else "--", color=colour, linewidth=1.2)
+        mine = [_fastest([x for x in here if x.rows == rows], ours=True) for rows in sorted({x.rows for x in here})]
+        names = " / ".join(dict.fromkeys(line.design for line in mine if line))
+        _draw(axis, [line for line in mine if line], label=f"ours: {names}", color="black", linewidth=2.4)
         ticks = sorted({line.rows for line in here})
+        apart = [tick for place, tick in enumerate(ticks) if place == 0 or tick > 1.2 * ticks[place - 1]]
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize="small")
+        axis.set_xticks(apart, [str(tick) for tick in apart], fontsize="small")
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel("rows (tokens in the batch)")
         axis.set_ylabel("time (microseconds, median)")
         axis.set_title(f"Router of {case}, {cache} L2 cache")
-        axis.grid(visible=True, which="both", alpha=0.3)
-        axis.legend(fontsize="small")
+        axis.grid(visible=True, which="major", alpha=0.3)
+        axis.legend(fontsize="small", loc="upper left")
     figure.tight_layout()
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def _draw(axis: Any, curve: Sequence[Line], **style: Any) -> None:
+    axis.plot([line.rows for line in curve], [line.median_us for line in curve], marker=".", **style)

@@ -23,7 +23,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
-    from sglang_router_ext.demo.serve import EngineFailed
+    from sglang_router_ext.demo.worker import EngineFailed
 
     with Ticker("demo") as ticker:
         try:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.cli.app import Ticker, app, console, parse_rows, pick, print_json
-from sglang_router_ext.contract import Gpu, expect
+from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
 if TYPE_CHECKING:
@@ -143,12 +143,16 @@ def bench(
     warm: Annotated[bool, typer.Option("--warm", help="only with the data in the L2 cache")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="only with the L2 cache flushed; without either, both")] = False,
     record: Annotated[bool, typer.Option("--record", help="write each row count's times to this GPU's records")] = False,
+    recorded: Annotated[str, typer.Option(help="measure nothing: show what is on record for a GPU, as in h200")] = "",
     as_json: Annotated[bool, typer.Option("--json")] = False,
     plot: Annotated[pathlib.Path | None, typer.Option(help="write a plot to this PNG file")] = None,
 ) -> None:
     """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = parse_rows(rows) if rows else None
+    if recorded:
+        _show_recorded(recorded, [one.name for one in cases], counts, plot, as_json=as_json)
+        return
     gpu = _this_gpu("bench")
     from sglang_router_ext.bench import clock, report, run
     from sglang_router_ext.bench.record import new_run, write
@@ -183,6 +187,23 @@ def bench(
     if plot is not None:
         report.plot(lines, plot)
     raise typer.Exit(1 if wrong else 0)
+
+
+def _show_recorded(
+    name: str, cases: Sequence[str], counts: Sequence[int] | None, plot: pathlib.Path | None, *, as_json: bool
+) -> None:
+    from sglang_router_ext.bench import report, run
+    from sglang_router_ext.bench.record import read_all
+
+    gpu = gpu_by_name(name)
+    lines = [line for line in run.recorded(read_all(), gpu.name, cases) if counts is None or line.rows in counts]
+    expect(bool(lines), "recorded", f"{name}, {', '.join(cases)}", "a GPU, cases and rows that stand in the records")
+    if as_json:
+        print_json({"gpu": gpu, "lines": lines})
+    else:
+        _print_bench(lines, [])
+    if plot is not None:
+        report.plot(lines, plot)
 
 
 def _print_bench(lines: Sequence[Line], wrong: Sequence[str]) -> None:

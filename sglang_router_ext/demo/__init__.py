@@ -1,7 +1,9 @@
 """``sglang-router-ext demo``: stock SGLang and the plugin side by side. Imports no torch until it runs.
 
 checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds
-serve.py        with a GPU: two real engines, same prompts; engine.py is one of them, compare.py the judge, trace.py the profile
+serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
+compare.py      whether their tokens agree
+pace.py         which is faster, by the clock and on the GPU; trace.py reads the profiles
 cpu.py          without one: SGLang's own modules on the CPU, with the oracle behind the plugin's hooks
 show.py         the report as tables
 """

@@ -1,17 +1,14 @@
 """The demo with a CUDA GPU: SGLang's Engine as it is and with the plugin, on the same checkpoint and prompts, side by side.
 
-Both engines are processes of their own. They start together where memory allows, and are measured one after the other.
+Both engines are processes of their own. Where memory allows they run together and are measured in turn, so that what drifts
+on the machine hits both; where it does not, one runs after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,32 +16,37 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from sglang_router_ext.bench.record import OtherRecord, decode, new_run
-from sglang_router_ext.demo import checkpoint, trace
+from sglang_router_ext.demo import checkpoint, pace, trace
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, verdict, yardstick
-from sglang_router_ext.demo.engine import Outcome, Plan, changed_batch
-from sglang_router_ext.demo.trace import RouterTime
+from sglang_router_ext.demo.engine import PROFILED_STEPS, Change, Plan, Profile, Time, Tokens
+from sglang_router_ext.demo.pace import Spread, in_turn, spread
+from sglang_router_ext.demo.trace import RouterTime, StepTime
+from sglang_router_ext.demo.worker import Worker
 
 STOCK, OURS = "stock", "router_ext_pair"
 RECORD_KIND = "served"
 BATCHES = [1, 6, 16, 96]
-SEQUENCES, TOKENS, REPEATS = 96, 32, 5
-TOGETHER_SHARE = 0.2
-"""Two engines start together where a model's weights take less than this share of the free GPU memory."""
-START_LIMIT_S, WORK_LIMIT_S, END_LIMIT_S = 600, 600, 60
-QUIET_S = 20
-"""A sign of life is given this often."""
-TAIL_LINES = 30
+CHANGED_BATCH = BATCHES[2]
+"""At which the engines run with changed selection biases."""
+SEQUENCES, TOKENS = 96, 32
+ROUNDS, PROFILES = 8, 2
+"""Of the clock and of the profiler, for each engine and batch size."""
+CACHE_TOKENS = 65536
+RESERVE = 8 * 2**30
+"""Bytes of GPU memory that an engine may take beside weights and key-value cache: context, CUDA graphs, activations."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What one engine showed."""
+    """What one engine showed. All of it by batch size."""
 
     start_s: float
-    step_ms: dict[int, float]
-    """Batch size -> milliseconds of a decode step, median."""
+    clock_ms: dict[int, Spread]
+    """Milliseconds of a decode step, over the rounds."""
+    gpu: dict[int, StepTime | None]
+    """A decode step in the profiles; None where none is found."""
     router: dict[int, RouterTime | None]
-    """Batch size -> the router of one layer in the profile."""
+    """The router of one layer in the profiles."""
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -59,7 +61,12 @@ class ServeReport(msgspec.Struct, frozen=True):
     gpu: str
     problem: str
     moe_layers: int
+    together: bool
+    """Whether both engines ran at the same time, so that their rounds alternate; if not, one ran after the other."""
     served: dict[str, Served]
+    slower: dict[int, list[str]]
+    """Batch size -> by which measures a decode step takes longer with the plugin: ``clock``, beyond the spread of the rounds,
+    and ``gpu``, by more than a percent."""
     stock: Yardstick | None
     """How far stock runs of different batch sizes are from each other; None with dummy weights."""
     same: list[Judged]
@@ -76,26 +83,64 @@ class ServeReport(msgspec.Struct, frozen=True):
         return all(time is not None and _kernels(time) != _kernels(stock[size]) for size, time in ours.items())
 
     @property
+    def too_slow(self) -> list[int]:
+        """Batch sizes at which a decode step takes so much longer on the GPU that the demo fails."""
+        return [size for size, pair in spans(self.served).items() if pair is not None and pace.too_slow(*pair)]
+
+    @property
+    def timed(self) -> bool:
+        """The profiles show decode steps of both engines, at every batch size."""
+        return all(spans(self.served).values())
+
+    @property
     def agrees(self) -> bool:
+        kept = self.replaced and self.timed and not self.too_slow
         if self.stock is None:
-            return self.replaced
+            return kept
         noticed, followed = self.changed
         same = not followed.against and not any(judged.against for judged in self.same)
-        return self.replaced and same and bool(noticed.against)
+        return kept and same and bool(noticed.against)
 
 
 def _kernels(time: RouterTime | None) -> list[str]:
     return [] if time is None else time.kernels
 
 
-class EngineFailed(RuntimeError):
-    """An engine ended before its work was done. The text holds the end of its log."""
+def spans(served: dict[str, Served]) -> dict[int, tuple[Spread, Spread] | None]:
+    """Batch size -> span of a decode step on the GPU, stock's and ours; None where one of them is not found."""
+    stock, ours = served[STOCK].gpu, served[OURS].gpu
+    pairs = ((size, stock[size], ours[size]) for size in stock)
+    return {size: (one.span_us, other.span_us) if one and other else None for size, one, other in pairs}
+
+
+def _slower(served: dict[str, Served]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for size, pair in spans(served).items():
+        words = {"clock": pace.by_clock(served[STOCK].clock_ms[size], served[OURS].clock_ms[size])}
+        if pair is not None:
+            words["gpu"] = pace.by_gpu(*pair)
+        found[size] = [measure for measure, word in words.items() if word == pace.SLOWER]
+    return found
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one engine answered; its fields fill while it works."""
+
+    start_s: float
+    runs: dict[int, Run] = {}
+    """Batch size -> what was generated."""
+    step_ms: dict[int, list[float]] = {}
+    """Batch size -> milliseconds of a decode step, of every round in order."""
+    traces: dict[int, list[str]] = {}
+    """Batch size -> profiler traces."""
+    changed: Run | None = None
+    """As ``runs`` at CHANGED_BATCH, with the changed selection biases."""
 
 
 def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = None, dummy: bool = False) -> ServeReport:
     """Serve the checkpoint of ``size`` with both engines. ``dummy``: random weights that SGLang makes up, so times only.
 
-    ``keep``: folder for the checkpoint, the logs and the traces. Raises :class:`EngineFailed`.
+    ``keep``: folder for the checkpoint, the logs and the traces. Raises :class:`~sglang_router_ext.demo.worker.EngineFailed`.
     """
     import torch
 
@@ -109,16 +154,27 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
         else:
             path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
         free, _total = torch.cuda.mem_get_info()
-        together = checkpoint.bytes_of(model) < TOGETHER_SHARE * free
-        workers = [_Worker(name, _plan(name, path, model, work / name, dummy=dummy), say) for name in (STOCK, OURS)]
-        outcomes = _run_workers(workers, together=together)
+        together = fits_twice(model, free)
+        workers = [
+            Worker(name, _plan(name, path, model, work / name, free, dummy=dummy), say, plugin=name == OURS)
+            for name in (STOCK, OURS)
+        ]
+        changed_biases = None if dummy else path / "changed"
+        outcomes: dict[str, Outcome] = {}
+        for group in [workers] if together else [[worker] for worker in workers]:
+            outcomes |= _work(group, changed_biases, say)
+        for name, outcome in outcomes.items():
+            (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
+        say("reading the profiles")
         served = {name: _served(outcome) for name, outcome in outcomes.items()}
     stock, same, changed = (None, [], []) if dummy else _judge(outcomes[STOCK], outcomes[OURS])
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
         len(size.moe_layers),
+        together,
         served,
+        _slower(served),
         stock,
         same,
         changed,
@@ -136,7 +192,26 @@ def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
         yield keep.resolve()
 
 
-def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, *, dummy: bool) -> Plan:
+def fits_twice(model: dict, free: int) -> bool:
+    """Whether two engines fit in ``free`` bytes of GPU memory."""
+    return 2 * (checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE) <= free
+
+
+def cache_bytes(model: dict) -> int:
+    """Of the key-value cache, in bf16."""
+    return 2 * CACHE_TOKENS * model["num_hidden_layers"] * (model["kv_lora_rank"] + model["qk_rope_head_dim"])
+
+
+def memory_fraction(free: int) -> float:
+    """``mem_fraction_static`` of an engine on a GPU with ``free`` bytes that another one may share at any time.
+
+    SGLang allows the cache what is free after loading, less (1 - fraction) of what was free before. Between the two the other
+    engine may have taken all that it needs. The cache needs CACHE_TOKENS and no more, so no more than RESERVE is kept back.
+    """
+    return round(max(0.5, 1 - RESERVE / free), 4)
+
+
+def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: int, *, dummy: bool) -> Plan:
     """What both engines do; they differ in the backend alone. Stock names the expert kernels that the plugin keeps."""
     return Plan(
         arguments={
@@ -151,132 +226,71 @@ def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, *, dum
             "disable_prefill_cuda_graph": True,
             "cuda_graph_bs_decode": BATCHES,
             "max_running_requests": max(BATCHES),
-            "max_total_tokens": 65536,
-            "mem_fraction_static": 0.85,
+            "max_total_tokens": CACHE_TOKENS,
+            "mem_fraction_static": memory_fraction(free),
+            "sleep_on_idle": True,  # an engine that polls takes a CPU core from the one that is timed
             "random_seed": 1,
             "log_level": "info",
         },
         batches=BATCHES,
-        sequences=0 if dummy else SEQUENCES,
         tokens=TOKENS,
-        repeats=REPEATS,
         vocabulary=model["vocab_size"],
-        changed=None if dummy else str(path / "changed"),
         work=str(work),
     )
 
 
-class _Worker:
-    """An engine's process."""
-
-    def __init__(self, name: str, plan: Plan, say: Callable[[str], None]) -> None:
-        self.name, self.plan, self._say = name, plan, say
-        self.work = pathlib.Path(plan.work)
-        self.outcome = self.work / "outcome.json"
-        self._told = 0
-
-    def start(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
-        for stale in ("events", "outcome.json"):
-            (self.work / stale).unlink(missing_ok=True)
-        (self.work / "plan.json").write_bytes(msgspec.json.encode(self.plan))
-        command = [sys.executable, "-m", "sglang_router_ext.demo.engine", str(self.work / "plan.json"), str(self.outcome)]
-        environment = os.environ | {"SGLANG_ROUTER_EXT": "0" if self.name == STOCK else "1", "SGLANG_ROUTER_EXT_GATE": "auto"}
-        self.log = (self.work / "log").open("w")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            text=True,
-            start_new_session=True,
-        )
-        self._say(f"{self.name}: starting")
-
-    def wait_ready(self) -> None:
-        self._wait(lambda: "ready" in self._events(), START_LIMIT_S)
-
-    def work_through(self) -> Outcome:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        self._wait(self.outcome.exists, WORK_LIMIT_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what does not end by itself is ended by stop()
-            self.process.wait(END_LIMIT_S)
-        return msgspec.json.decode(self.outcome.read_bytes(), type=Outcome)
-
-    def stop(self) -> None:
-        """End the process and what it started, if any of it is left."""
-        process = getattr(self, "process", None)
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self.log.close()
-
-    def _events(self) -> list[str]:
-        file = self.work / "events"
-        return file.read_text().splitlines() if file.exists() else []
-
-    def _wait(self, done: Callable[[], bool], limit_s: float) -> None:
-        started = spoken = time.monotonic()
-        while True:
-            ended = self.process.poll() is not None
-            events = self._events()
-            now = time.monotonic()
-            for event in events[self._told :]:
-                self._say(f"{self.name}: {event}")
-                spoken = now
-            self._told = len(events)
-            if done():
-                return
-            if now - spoken > QUIET_S:
-                self._say(f"{self.name}: at it for {now - started:.0f} s (the first start compiles kernels, 2 minutes)")
-                spoken = now
-            if ended or now - started > limit_s:
-                cause = f"ended with status {self.process.returncode}" if ended else f"not done after {limit_s:.0f} s"
-                tail = "\n".join((self.work / "log").read_text(errors="replace").splitlines()[-TAIL_LINES:])
-                raise EngineFailed(f"the engine {self.name} {cause}; the end of its log:\n{tail}")
-            time.sleep(0.2)
-
-
-def _run_workers(workers: list[_Worker], *, together: bool) -> dict[str, Outcome]:
-    outcomes = {}
-    try:
-        if together:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.wait_ready()
+def _work(workers: list[Worker], changed: pathlib.Path | None, say: Callable[[str], None]) -> dict[str, Outcome]:
+    """All that is asked of ``workers``, which run together; tokens only if there is a folder of ``changed`` biases."""
+    with contextlib.ExitStack() as stack:
         for worker in workers:
-            if not together:
-                worker.start()
-                worker.wait_ready()
-            outcomes[worker.name] = worker.work_through()
-    finally:
+            stack.callback(worker.kill)
+            worker.start()
+        outcomes = {worker.name: Outcome(start_s=worker.wait_ready()) for worker in workers}
+        if changed is not None:
+            for worker in workers:
+                for size in BATCHES:
+                    count = min(SEQUENCES, 16 * size)
+                    say(f"{worker.name}: {count} sequences in batches of {size}")
+                    outcomes[worker.name].runs[size] = worker.ask(Tokens(size, count), Run)
+        names = " and ".join(worker.name for worker in workers)
+        for size in BATCHES:
+            say(f"{names}: timing decode steps of {size}")
+            for worker in in_turn(workers, ROUNDS):
+                outcomes[worker.name].step_ms.setdefault(size, []).append(worker.ask(Time(size), float))
+        for size in BATCHES:
+            say(f"{names}: profiling decode steps of {size}")
+            for worker in in_turn(workers, PROFILES):
+                outcomes[worker.name].traces.setdefault(size, []).append(worker.ask(Profile(size), str))
+        if changed is not None:
+            for worker in workers:
+                say(f"{worker.name}: the same with changed selection biases")
+                worker.ask(Change(str(changed)), type(None))
+                outcomes[worker.name].changed = worker.ask(Tokens(CHANGED_BATCH, SEQUENCES), Run)
         for worker in workers:
-            worker.stop()
+            worker.finish()
     return outcomes
 
 
 def _served(outcome: Outcome) -> Served:
+    traces = {size: [trace.kernels(file) for file in files] for size, files in outcome.traces.items()}
     return Served(
         outcome.start_s,
-        outcome.step_ms,
-        {size: trace.router_time(trace.kernels(file)) for size, file in outcome.traces.items()},
+        {size: spread(rounds) for size, rounds in outcome.step_ms.items()},
+        {size: trace.step_time(listed, PROFILED_STEPS) for size, listed in traces.items()},
+        {size: trace.router_time(listed) for size, listed in traces.items()},
     )
 
 
 def record_of(report: ServeReport) -> OtherRecord:
-    """The times of a report as a line of ``records/``."""
+    """The times of a report as a line of ``records/``. What was measured stands in its texts and whole numbers alone."""
     body = msgspec.to_builtins(new_run(report.gpu)) | {
         "kind": RECORD_KIND,
         "problem": report.problem,
         "moe_layers": report.moe_layers,
         "weights": "dummy" if report.stock is None else "demo",
+        "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
+        "slower": report.slower,
     }
     record = decode(msgspec.json.encode(body))
     assert isinstance(record, OtherRecord)
@@ -296,7 +310,7 @@ def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [
-        judge("stock with bf16 selection biases against stock", stock.runs[changed_batch(sizes)], stock.changed),
+        judge("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed),
         judge(f"{OURS} against stock, both with bf16 selection biases", stock.changed, ours.changed),
     ]
     return measure, same, changed

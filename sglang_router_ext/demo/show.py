@@ -5,8 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from sglang_router_ext.demo import pace
 from sglang_router_ext.demo.cpu import BACKEND, CpuReport
-from sglang_router_ext.demo.serve import OURS, STOCK, Judged, ServeReport
+from sglang_router_ext.demo.pace import Spread
+from sglang_router_ext.demo.serve import OURS, STOCK, Judged, ServeReport, spans
 from sglang_router_ext.demo.trace import RouterTime
 
 SHOWN = 4
@@ -17,7 +19,7 @@ def show(report: CpuReport | ServeReport, console: Console) -> None:
         _show_cpu(report, console)
     else:
         _show_serve(report, console)
-    verdict = "[green]Everything that must agree does.[/]" if report.agrees else "[red]Something that must agree does not.[/]"
+    verdict = "[green]Everything that must hold does.[/]" if report.agrees else "[red]Something that must hold does not.[/]"
     console.print(f"{verdict} {report.seconds:.0f} s")
 
 
@@ -53,7 +55,7 @@ def _show_cpu(report: CpuReport, console: Console) -> None:
         for rows, what in choice.items():
             table.add_row(gpu, rows, what)
     console.print(table)
-    console.print("On Blackwell GPUs the kernels are compiled in tests, and have not been run.")
+    console.print("Blackwell (sm_100, sm_103): the kernels are compiled for it, not run.")
 
 
 def _yes(differences: list[str]) -> str:
@@ -64,16 +66,8 @@ def _show_serve(report: ServeReport, console: Console) -> None:
     console.print(f"{report.gpu}: SGLang serving {report.problem}, {report.moe_layers} MoE layers")
     starts = ", ".join(f"{name} {served.start_s:.0f} s" for name, served in report.served.items())
     console.print(f"Engine starts: {starts}")
-    stock, ours = report.served[STOCK], report.served[OURS]
-    table = Table(title_justify="left", title="A decode step, and the router of one layer in it")
-    for name in ("requests", "step, stock", f"step, {OURS}", "router, stock", f"router, {OURS}"):
-        table.add_column(name, justify="right")
-    for size in stock.step_ms:
-        steps = (f"{served.step_ms[size]:.3f} ms" for served in (stock, ours))
-        table.add_row(str(size), *steps, *(_router(served.router[size]) for served in (stock, ours)))
-    console.print(table)
-    if not report.replaced:
-        console.print("[red]The profile does not show the plugin's kernels at every batch size.[/]")
+    _show_clock(report, console)
+    _show_gpu(report, console)
     if report.stock is None:
         console.print("Dummy weights: tokens are not compared.")
         return
@@ -90,6 +84,80 @@ def _show_serve(report: ServeReport, console: Console) -> None:
     )
     for judged in [*report.same, followed]:
         _show_differences(judged, console)
+
+
+def _show_clock(report: ServeReport, console: Console) -> None:
+    stock, ours = report.served[STOCK].clock_ms, report.served[OURS].clock_ms
+    turns = "in turn" if report.together else "one engine after the other"
+    rounds = next(iter(stock.values())).count
+    table = _numbers(
+        f"A decode step by the clock: median (p10 to p90) of {rounds} rounds each, {turns}",
+        "requests",
+        STOCK,
+        OURS,
+        "difference",
+    )
+    for size in stock:
+        pair = stock[size], ours[size]
+        table.add_row(str(size), *(_spread(found, "ms", 3) for found in pair), _difference(*pair, pace.by_clock(*pair)))
+    console.print(table)
+    if not report.together:
+        console.print(
+            "The GPU's memory does not hold both engines, so what drifted between their runs is part of the difference."
+        )
+    shares = [pair[0].median / 1000 / stock[size].median for size, pair in spans(report.served).items() if pair is not None]
+    if shares and max(shares) < 1:  # under the profiler a step may take longer than without
+        console.print(
+            f"In stock, a step's span on the GPU (below) is {min(shares):.0%} to {max(shares):.0%} of its time by the clock;"
+            " the rest is the CPU's."
+        )
+
+
+def _show_gpu(report: ServeReport, console: Console) -> None:
+    stock, ours = report.served[STOCK], report.served[OURS]
+    steps = next((pair[0].count for pair in spans(report.served).values() if pair is not None), 0)
+    table = _numbers(
+        f"A decode step on the GPU, under the profiler: first to last kernel, median (p10 to p90) of {steps} steps each",
+        *("requests", STOCK, OURS, "difference", f"busy / sum, {STOCK}", f"busy / sum, {OURS}"),
+    )
+    for size, pair in spans(report.served).items():
+        times = stock.gpu[size], ours.gpu[size]
+        table.add_row(
+            str(size),
+            *("[red]not found[/]" if time is None else _spread(time.span_us, "us", 1) for time in times),
+            "" if pair is None else _difference(*pair, pace.by_gpu(*pair)),
+            *("" if time is None else f"{time.busy_us:.1f} / {time.sum_us:.1f} us" for time in times),
+        )
+    console.print(table)
+    console.print("busy: at least one kernel runs. sum: all kernels' times, also where they overlap or wait for one another.")
+    if not report.timed:
+        console.print("[red]The profiles do not show the decode steps of both engines at every batch size.[/]")
+    if report.too_slow:
+        sizes = ", ".join(map(str, report.too_slow))
+        console.print(f"[red]On the GPU, {OURS} is slower than stock by more than {pace.ALLOWED:.0%} with {sizes} requests.[/]")
+    table = _numbers("The router of one layer, in the same steps", "requests", STOCK, OURS)
+    for size in stock.router:
+        table.add_row(str(size), *(_router(served.router[size]) for served in (stock, ours)))
+    console.print(table)
+    if not report.replaced:
+        console.print("[red]The profile does not show the plugin's kernels at every batch size.[/]")
+
+
+def _numbers(title: str, *columns: str) -> Table:
+    table = Table(title_justify="left", title=title)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _spread(found: Spread, unit: str, digits: int) -> str:
+    return f"{found.median:.{digits}f} {unit} ({found.p10:.{digits}f} to {found.p90:.{digits}f})"
+
+
+def _difference(stock: Spread, ours: Spread, word: str) -> str:
+    colour = {pace.SLOWER: "red", pace.FASTER: "green"}.get(word)
+    text = f"{pace.change(stock, ours):+.1%}, {word}"
+    return f"[{colour}]{text}[/]" if colour else text
 
 
 def _router(time: RouterTime | None) -> str:

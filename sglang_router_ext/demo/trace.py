@@ -1,4 +1,7 @@
-"""Which kernels routed, from a torch profiler trace of a served model: names and microseconds of a layer. Imports no torch.
+"""Decode steps in torch profiler traces of a served model, and which kernels routed in them: microseconds. Imports no torch.
+
+A decode step is one replay of a CUDA graph, so its kernels are known by the launch that they share: a kernel outside a graph
+has a launch of its own. The first prefill is outside, and so is what picks the next token after each step.
 
 The selection is found by name. The gate GEMM is often a library kernel whose name says nothing, so it is found by place: what
 the selection's stream runs between the norm in front of the MoE block and the selection.
@@ -16,6 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from sglang_router_ext.demo.pace import Spread, spread
+
 SELECTION = re.compile(
     r"warp_select_kernel|triton_select_kernel|_router_triton_kernel|moe_fused_gate|route_radix|radix_gate|topkGating|moeTopK"
     r"|grouped_topk|fused_topk"
@@ -30,6 +35,20 @@ class Kernel(NamedTuple):
     end_us: float
     name: str
     stream: int
+    launch: int = 0
+    """The call that launched it, which a graph's kernels share; 0: the trace does not say."""
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """A decode step on the GPU, over all steps that were seen. Times in microseconds."""
+
+    span_us: Spread
+    """From the start of the first kernel to the end of the last."""
+    busy_us: float
+    """Of it, the time in which at least one kernel ran; median."""
+    sum_us: float
+    """All kernels' times together, kernels that overlap counted each; median."""
+    kernels: int
 
 
 class RouterTime(msgspec.Struct, frozen=True):
@@ -46,12 +65,45 @@ def kernels(file: str | pathlib.Path) -> list[Kernel]:
     """Every kernel of a ``.json`` or ``.json.gz`` trace, by start."""
     raw = pathlib.Path(file).read_bytes()
     events = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)["traceEvents"]
-    found = [
-        Kernel(event["ts"], event["ts"] + event["dur"], event["name"], event["args"]["stream"])
-        for event in events
-        if event.get("cat") == "kernel"
-    ]
-    return sorted(found)
+    return sorted(_kernel(event) for event in events if event.get("cat") == "kernel")
+
+
+def _kernel(event: dict) -> Kernel:
+    start, args = event["ts"], event["args"]
+    return Kernel(start, start + event["dur"], event["name"], args["stream"], args.get("correlation", 0))
+
+
+def replays(listed: list[Kernel]) -> list[list[Kernel]]:
+    """The kernels of each replay of the graph that was replayed most often; of two, the one with more kernels."""
+    launches: dict[int, list[Kernel]] = {}
+    for kernel in listed:
+        if kernel.launch:
+            launches.setdefault(kernel.launch, []).append(kernel)
+    counts = Counter(len(launch) for launch in launches.values() if len(launch) > 1)
+    size = max(counts, key=lambda size: (counts[size], size), default=0)
+    return [launch for launch in launches.values() if len(launch) == size]
+
+
+def step_time(traces: list[list[Kernel]], steps: int) -> StepTime | None:
+    """The decode steps of traces in which there are ``steps`` each; None where not even half of them are found."""
+    found = [replay for listed in traces for replay in replays(listed)]
+    if not found or len(found) < steps * len(traces) / 2:
+        return None
+    return StepTime(
+        spread([max(kernel.end_us for kernel in step) - step[0].start_us for step in found]),
+        round(statistics.median(_covered(step) for step in found), 2),
+        round(statistics.median(sum(kernel.end_us - kernel.start_us for kernel in step) for step in found), 2),
+        len(found[0]),
+    )
+
+
+def _covered(listed: list[Kernel]) -> float:
+    """Microseconds in which at least one of the kernels runs; they are in order of their starts."""
+    covered, reached = 0.0, listed[0].start_us
+    for kernel in listed:
+        covered += max(0.0, kernel.end_us - max(kernel.start_us, reached))
+        reached = max(reached, kernel.end_us)
+    return covered
 
 
 def routers(listed: list[Kernel]) -> list[list[Kernel]]:
@@ -71,9 +123,9 @@ def routers(listed: list[Kernel]) -> list[list[Kernel]]:
     return found
 
 
-def router_time(listed: list[Kernel]) -> RouterTime | None:
+def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
     """The most frequent router, which is that of the decode steps; None where no selection is known by name."""
-    calls = routers(listed)
+    calls = [call for listed in traces for call in routers(listed)]
     if not calls:
         return None
     names = Counter(tuple(short(kernel.name) for kernel in call) for call in calls)

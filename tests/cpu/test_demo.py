@@ -210,7 +210,7 @@ def test_the_cpu_demo_agrees() -> None:
     assert any("selection: reference:" in path for path in report.paths)
     assert set(report.choices) == {"NVIDIA H200 (sm_90)", "NVIDIA B300 (sm_103)"}
     text = shown(report)
-    assert "Everything that must agree does" in text
+    assert "Everything that must hold does" in text
     assert "No kernel runs" in text
 
 

@@ -1,9 +1,7 @@
-"""The demo with a GPU, on a machine without one: its judge, its reading of traces, and all of it with a fake engine."""
+"""The demo with a GPU, on a machine without one: all of it, with an engine that is not SGLang's."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import pathlib
 
@@ -12,129 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from sglang_router_ext.demo import checkpoint, compare, engine, serve, show, trace
+from sglang_router_ext.demo import checkpoint, engine, serve, show
 from sglang_router_ext.demo.checkpoint import Size
-from sglang_router_ext.demo.compare import Comparison, Difference, Run, Yardstick
-from sglang_router_ext.demo.trace import Kernel, RouterTime
-
-# --- compare
-
-
-def runs_of(*sequences: list[int], best: float = -0.5, second: float = -1.5) -> Run:
-    tops = [[{token: best, token + 1: second} for token in sequence] for sequence in sequences]
-    return Run([list(sequence) for sequence in sequences], tops)
-
-
-def test_equal_runs_have_no_difference() -> None:
-    found = compare.compare(runs_of([1, 2, 3], [4, 5, 6]), runs_of([1, 2, 3]))
-    assert (found.equal, found.sequences, found.differences, found.largest) == (1, 1, [], 0.0)
-
-
-def test_what_follows_a_difference_does_not_count() -> None:
-    one, other = runs_of([1, 2, 3]), runs_of([1, 3, 9])
-    found = compare.compare(one, other)
-    (difference,) = found.differences
-    assert (difference.step, difference.tokens) == (1, (2, 3))
-    assert difference.lead == pytest.approx(1.0)
-    # {2: -0.5, 3: -1.5} against {3: -0.5, 4: -1.5}: token 3 moved by 1, token 2 from -0.5 to at most -1.5.
-    assert difference.shift == pytest.approx(1.0)
-    assert found.largest == pytest.approx(1.0)
-
-
-def test_a_shift_without_another_token_raises_the_yardstick() -> None:
-    found = compare.compare(runs_of([1, 2]), runs_of([1, 2], best=-0.6))
-    assert found.equal == 1
-    assert found.largest == pytest.approx(0.1)
-    assert compare.yardstick([found, Comparison(4, [], 0.02)]) == Yardstick(0.0, pytest.approx(0.1))
-
-
-def differing(count: int, shift: float) -> Comparison:
-    return Comparison(96, [Difference(i, 3, (1, 2), shift, 0.01) for i in range(count)], shift)
-
-
-STOCK = Yardstick(differing=0.15, shift=0.3)
-
-
-@pytest.mark.parametrize(("count", "shift"), [(0, 0.0), (14, 0.3), (20, 0.44)])
-def test_near_ties_as_often_as_between_stock_runs_pass(count: int, shift: float) -> None:
-    assert compare.verdict(differing(count, shift), STOCK) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "shift", "words"), [(96, 0.1, "96 of 96 sequences differ"), (1, 0.5, "a log-probability differs by 0.500")]
-)
-def test_too_many_or_too_far_does_not_pass(count: int, shift: float, words: str) -> None:
-    assert words in compare.verdict(differing(count, shift), STOCK)[0]
-
-
-def test_equal_stock_runs_still_allow_a_difference_by_chance() -> None:
-    exact = Yardstick(differing=0.0, shift=0.0)
-    assert 1 <= exact.allowed(96) <= 4
-    assert compare.verdict(differing(96, 0.0), exact)
-
-
-# --- trace
-
-STOCK_LAYER = [
-    Kernel(0, 2, "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>(__nv_bfloat16*)", 7),
-    Kernel(2, 9, "void (anonymous namespace)::shared_gate_up<(int)3>(float*)", 13),
-    Kernel(2.5, 5, "void tiny_n_gemm_kernel<288, 4096, true>(Params)", 7),
-    Kernel(5, 7, "_router_triton_kernel", 7),
-    Kernel(7, 9, "void sgl::moe_align<(bool)1>(int)", 7),
-]
-OUR_LAYER = [
-    Kernel(0, 2, "FusedAddRMSNormKernel", 7),
-    Kernel(1, 4, "void rx::small_rows_kernel<4, 1, 2, false, false>(rx::SmallRowsParams)", 7),
-    Kernel(1.5, 4.5, "void rx::warp_select_kernel<3, 8, 1, true, true>(rx::WarpSelectParams)", 7),
-]
-PREFILL_LAYER = [
-    Kernel(0, 2, "norm", 7),
-    Kernel(2, 9, "nvjet_tst_128x64", 7),
-    Kernel(9, 10, "void cublasLt::splitKreduce_kernel<32>(int)", 7),
-    Kernel(10, 14, "_router_triton_kernel", 7),
-]
-
-
-def repeated(layer: list[Kernel], times: int, offset: float = 0.0) -> list[Kernel]:
-    return [
-        k._replace(start_us=k.start_us + offset + 100 * i, end_us=k.end_us + offset + 100 * i)
-        for i in range(times)
-        for k in layer
-    ]
-
-
-def test_the_router_of_a_decode_step_is_found_by_place() -> None:
-    kernels = sorted(repeated(STOCK_LAYER, 6) + repeated(PREFILL_LAYER, 3, offset=1000))
-    assert trace.router_time(kernels) == RouterTime(["tiny_n_gemm_kernel", "_router_triton_kernel"], 4.5, 6)
-    split = trace.router_time(repeated(PREFILL_LAYER, 3))
-    assert split == RouterTime(["nvjet_tst_128x64", "splitKreduce_kernel", "_router_triton_kernel"], 12.0, 3)
-
-
-def test_overlapping_kernels_count_once() -> None:
-    assert trace.router_time(repeated(OUR_LAYER, 2)) == RouterTime(["small_rows_kernel", "warp_select_kernel"], 3.5, 2)
-
-
-def test_a_trace_without_a_known_selection_gives_none() -> None:
-    assert trace.router_time([Kernel(0, 1, "something_else", 7)]) is None
-
-
-@pytest.mark.parametrize("compress", [False, True])
-def test_traces_are_read(tmp_path: pathlib.Path, compress: bool) -> None:
-    file = tmp_path / "x.trace.json.gz"
-    write_trace(file, STOCK_LAYER, compress=compress)
-    assert trace.kernels(file) == sorted(STOCK_LAYER)
-
-
-def write_trace(file: pathlib.Path, kernels: list[Kernel], *, compress: bool = True) -> None:
-    events = [
-        {"cat": "kernel", "name": k.name, "ts": k.start_us, "dur": k.end_us - k.start_us, "args": {"stream": k.stream}}
-        for k in kernels
-    ]
-    body = json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}).encode()
-    file.write_bytes(gzip.compress(body) if compress else body)
-
-
-# --- the half with a GPU, with an engine that is not SGLang's
+from sglang_router_ext.demo.pace import Spread
+from sglang_router_ext.demo.trace import RouterTime, StepTime
+from sglang_router_ext.demo.worker import EngineFailed
 
 ENGINE = '''
 """Greedy tokens that follow from prompt, biases and, at near-ties, the batch size, as in a real engine."""
@@ -160,18 +40,29 @@ class Engine:
                 tokens[count // 2] += 100
             tops = [[[-1.0, t, None], [-1.01, (t + 100) % 200, None]] for t in tokens]
             answers.append({"output_ids": tokens, "meta_info": {"output_top_logprobs": tops} if return_logprob else {}})
-        time.sleep(0.0001 * count)
+        slower = float(os.environ.get("SLOWER_CLOCK", "1")) if self.ours else 1
+        time.sleep(0.0001 * count * slower)
+        if count > 1 and "ORDER" in os.environ:
+            with open(os.environ["ORDER"], "a") as order:
+                order.write(f"{'B' if self.ours else 'A'}{len(input_ids)}:{count} ")
         return answers
 
     def start_profile(self, output_dir, **options):
         self.folder = pathlib.Path(output_dir)
 
     def stop_profile(self):
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        slower = float(os.environ.get("SLOWER_GPU", "1")) if self.ours else 1
         name = "small_rows_kernel" if self.ours else "tiny_n_gemm_kernel"
-        rows = [("norm", 0), (name, 3), ("warp_select_kernel" if self.ours else "_router_triton_kernel", 6)]
-        events = [{"cat": "kernel", "name": n, "ts": t, "dur": 2, "args": {"stream": 7}} for n, t in rows]
-        (self.folder / "1-TP-0.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+        rows = [("norm", 0), (name, 3), ("warp_select_kernel" if self.ours else "_router_triton_kernel", 6), ("experts", 98)]
+        events = [
+            {"cat": "kernel", "name": n, "ts": 1000 * i + t * slower, "dur": 2, "args": {"stream": 7, "correlation": 7 + i}}
+            for i in range(int(os.environ.get("STEPS", "15")))
+            for n, t in rows
+        ]
+        number = len([*self.folder.iterdir()])
+        body = gzip.compress(json.dumps({"traceEvents": events}).encode())
+        (self.folder / f"{number}-TP-0.trace.json.gz").write_bytes(body)
 
     def update_weights_from_disk(self, folder):
         self.biases = folder
@@ -221,14 +112,95 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     noticed, followed = report.changed
     assert noticed.found.equal == 0
     assert followed.found.equal > 80
-    assert report.served[serve.OURS].router[6] == RouterTime(["small_rows_kernel", "warp_select_kernel"], 5.0, 1)
-    assert all(0.05 < ms < 5 for ms in report.served[serve.STOCK].step_ms.values())
+    assert report.together
+    ours = report.served[serve.OURS]
+    assert ours.router[6] == RouterTime(["small_rows_kernel", "warp_select_kernel"], 5.0, 30)
+    assert ours.gpu[6] == StepTime(Spread(100.0, 100.0, 100.0, 30), 8.0, 8.0, 4)
+    assert all(0.05 < clock.median < 5 and clock.count == 8 for clock in ours.clock_ms.values())
+    assert not any("gpu" in measures for measures in report.slower.values())
     text = shown(report)
-    assert "Everything that must agree does" in text
+    assert "Everything that must hold does" in text
     assert "noticed" in text
-    line = serve.record_of(report)
-    assert msgspec.json.decode(line.line)["served"]["stock"]["router"]["96"]["median_us"] == 5.0
-    msgspec.json.encode(report)
+    assert "of 8 rounds each, in turn" in text
+    assert "+0.0%, within 1%" in text
+    fields = msgspec.json.decode(serve.record_of(report).line)
+    assert fields["served"]["stock"]["router"]["96"]["median_us"] == 5.0
+    assert fields["served"]["stock"]["step_ms"]["96"] == fields["served"]["stock"]["clock_ms"]["96"]["median"]
+    assert fields["slower"].keys() == {"1", "6", "16", "96"}
+    assert msgspec.json.decode(msgspec.json.encode(report))["slower"] == fields["slower"]
+
+
+def test_a_record_takes_the_place_of_one_with_other_findings(tiny: Size, fake_engine: pathlib.Path) -> None:
+    report = served(tiny, fake_engine, dummy=True)
+    other = msgspec.structs.replace(report, together=False, slower={1: ["clock"]})
+    assert serve.record_of(report).key == serve.record_of(other).key
+
+
+def order_of(tiny: Size, keep: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[serve.ServeReport, list[str]]:
+    keep.mkdir()
+    monkeypatch.setenv("ORDER", str(keep / "order"))
+    report = served(tiny, keep, dummy=True)
+    timed = [entry for entry in (keep / "order").read_text().split() if entry.endswith(f":{engine.LONG}")]
+    return report, [entry.partition(":")[0] for entry in timed]
+
+
+def test_rounds_alternate(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _report, timed = order_of(tiny, fake_engine, monkeypatch)
+    wanted = [f"{who}{size}" for size in serve.BATCHES for who in "ABBA" * (serve.ROUNDS // 2)]
+    assert timed == wanted
+
+
+def test_engines_that_do_not_fit_together_run_one_after_the_other(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (12 * 2**30, 140 * 2**30))
+    report, timed = order_of(tiny, fake_engine, monkeypatch)
+    assert timed == [f"{who}{size}" for who in "AB" for size in serve.BATCHES for _ in range(serve.ROUNDS)]
+    assert report.agrees
+    text = shown(report)
+    assert "of 8 rounds each, one engine after the other" in text
+    assert "does not hold both engines" in text
+
+
+@pytest.mark.parametrize(("factor", "agrees", "change"), [("1.02", True, "+2.0%, slower"), ("1.05", False, "+4.9%, slower")])
+def test_a_slower_step_on_the_gpu_is_said_and_may_fail(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch, factor: str, agrees: bool, change: str
+) -> None:
+    monkeypatch.setenv("SLOWER_GPU", factor)
+    report = served(tiny, fake_engine, dummy=True)
+    assert report.agrees == agrees
+    assert report.too_slow == ([] if agrees else serve.BATCHES)
+    assert all("gpu" in measures for measures in report.slower.values())
+    text = shown(report)
+    assert change in text
+    assert ("slower than stock by more than 3% with 1, 6, 16, 96 requests" in text) != agrees
+
+
+def test_a_slower_step_by_the_clock_is_said(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOWER_CLOCK", "5")
+    report = served(tiny, fake_engine, dummy=True)
+    assert report.slower[1] == ["clock"]
+    assert report.agrees
+    assert "%, slower" in shown(report)
+
+
+def test_profiles_without_the_steps_do_not_pass(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "7")
+    report = served(tiny, fake_engine, dummy=True)
+    assert report.replaced and not report.timed and not report.agrees
+    assert "do not show the decode steps" in shown(report)
+
+
+def test_a_folder_can_be_used_again(tiny: Size, fake_engine: pathlib.Path) -> None:
+    served(tiny, fake_engine, dummy=True)
+    assert served(tiny, fake_engine, dummy=True).agrees
+    assert len([*fake_engine.glob("stock/trace-1/*")]) == 2 * serve.PROFILES
+    assert msgspec.json.decode((fake_engine / "stock/outcome.json").read_bytes(), type=serve.Outcome).traces.keys() == {
+        1,
+        6,
+        16,
+        96,
+    }
 
 
 def test_a_wrong_router_is_noticed(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +208,7 @@ def test_a_wrong_router_is_noticed(tiny: Size, fake_engine: pathlib.Path, monkey
     report = served(tiny, fake_engine)
     assert not report.agrees
     assert all(judged.against for judged in report.same)
-    assert "Something that must agree does not" in shown(report)
+    assert "Something that must hold does not" in shown(report)
 
 
 def test_a_comparison_that_cannot_fail_does_not_pass(tiny: Size, fake_engine: pathlib.Path) -> None:
@@ -250,7 +222,7 @@ def test_dummy_weights_give_times_only(tiny: Size, fake_engine: pathlib.Path) ->
     report = served(tiny, fake_engine, dummy=True)
     assert report.agrees
     assert report.stock is None
-    assert set(report.served[serve.OURS].step_ms) == set(serve.BATCHES)
+    assert set(report.served[serve.OURS].clock_ms) == set(serve.BATCHES)
     assert "Dummy weights" in shown(report)
     stock = report.served[serve.STOCK]
     assert not msgspec.structs.replace(report, served={serve.STOCK: stock, serve.OURS: stock}).agrees
@@ -258,15 +230,46 @@ def test_dummy_weights_give_times_only(tiny: Size, fake_engine: pathlib.Path) ->
 
 def test_an_engine_that_fails_shows_its_log(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKEN_ENGINE", "1")
-    with pytest.raises(serve.EngineFailed, match=r"(?s)the engine stock ended with status 1.*out of memory, say"):
+    with pytest.raises(EngineFailed, match=r"(?s)the engine stock ended with status 1.*out of memory, say"):
         served(tiny, fake_engine)
+
+
+def test_an_engine_that_fails_at_work_shows_its_log(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPS", "none")
+    with pytest.raises(EngineFailed, match=r"(?s)the engine stock ended with status 1.*invalid literal for int"):
+        served(tiny, fake_engine, dummy=True)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("layers", "intermediate", "free", "fits"),
+    [(4, 64, 138 * GIB, True), (43, 128, 138 * GIB, True), (43, 128, 79 * GIB, False), (43, 256, 138 * GIB, False)],
+)
+def test_two_engines_start_where_sglang_lets_both_have_their_cache(
+    layers: int, intermediate: int, free: int, fits: bool
+) -> None:
+    model = checkpoint.config(Size(layers, intermediate))
+    assert serve.fits_twice(model, free) == fits
+    if fits:
+        # SGLang's rule, for an engine that saw all memory free at its start and finds the other one complete after loading.
+        weights, cache = checkpoint.bytes_of(model), serve.cache_bytes(model)
+        available = free - 2 * weights - cache - serve.RESERVE
+        assert available - free * (1 - serve.memory_fraction(free)) >= 0.999 * cache
+
+
+def test_a_small_gpu_keeps_half_for_weights_and_cache() -> None:
+    assert serve.memory_fraction(8 * GIB) == 0.5
 
 
 def test_engine_arguments_are_sglangs() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), dummy=False)
+    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, dummy=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
     for method in ("generate", "start_profile", "stop_profile", "update_weights_from_disk", "shutdown"):
         assert callable(getattr(Engine, method))
@@ -274,6 +277,6 @@ def test_engine_arguments_are_sglangs() -> None:
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), dummy=False)
+    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, dummy=False)
     assert engine.prompts(plan, 96)[:16] == engine.prompts(plan, 16)
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)

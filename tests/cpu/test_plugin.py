@@ -144,15 +144,19 @@ def test_our_selection_after_sglangs_gate():
     assert reasons("gate") == ["SGLANG_ROUTER_EXT_GATE=host"]
 
 
-def test_fused_shared_experts_leave_the_selection_to_sglang():
+@pytest.mark.parametrize(("on_output", "weight"), [(True, 1.0), (False, 0.4)])
+def test_fused_shared_experts_get_their_slot(on_output: bool, weight: float):
+    """As SGLang's own router gives it: id past the experts, a weight that cancels a later scaling of the whole output."""
     with get_model().override(shared_experts=SharedExpertsConfig(num_fused_shared_experts=1)):
-        module, select = build()
+        module, select = build(routed_scaling_factor=2.5, apply_routed_scaling_factor_on_output=on_output)
         hidden = rows_of(2)
         output = select(hidden, module(hidden))
     assert output.topk_ids.shape == (2, TOPK + 1)
     assert (output.topk_ids[:, -1] == EXPERTS).all()
-    assert paths() == [("gate", "reference:cublas_gemm"), ("selection", "host")]
-    assert "pair: 1 fused shared-expert slots: takes none" in reasons("selection")[0]
+    assert output.topk_weights[:, -1].tolist() == pytest.approx([weight] * 2)
+    assert output.topk_weights[:, :-1].sum(1).tolist() == pytest.approx([2.5 if on_output else 1.0] * 2)
+    assert torch.equal(output.topk_ids[:, :-1].long(), truth_of(module, hidden).ids)
+    assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
 
 
 def test_expert_groups_leave_the_selection_to_sglang():

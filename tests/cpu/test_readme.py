@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from sglang_router_ext import readme
 from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, decode
+from sglang_router_ext.choose import reasons
 from sglang_router_ext.cli import app
+from sglang_router_ext.contract import Problem, gpu_by_name
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
@@ -68,6 +70,25 @@ def test_targets_exist() -> None:
 def test_files_exist(name: str) -> None:
     for path in re.findall(r"`([^`]+)`", name):
         assert (ROOT / "sglang_router_ext" / path).exists(), path
+
+
+BASE = Problem(experts=256, hidden=4096, topk=8)
+PROBES = {
+    "softmax scores": ("selection", msgspec.structs.replace(BASE, score="softmax")),
+    "square-root-softplus scores": ("selection", msgspec.structs.replace(BASE, score="sqrtsoftplus")),
+    "expert groups": ("selection", msgspec.structs.replace(BASE, groups=8, groups_kept=4)),
+    "shared-expert slots": ("selection", msgspec.structs.replace(BASE, shared=1)),
+    "fp32 gate weights": ("gate", msgspec.structs.replace(BASE, weight_dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("what", PROBES)
+def test_what_no_design_covers_is_said_and_nothing_else(what: str) -> None:
+    stage, problem = PROBES[what]
+    designs = [design for design in DESIGNS if stage in design.stages and design.name not in ("host", "naive")]
+    covered = any(not reasons(design, problem, 6, gpu_by_name("h200")) for design in designs)
+    section = TEXT.partition("## What is not covered")[2].partition("\n## ")[0]
+    assert (what in section) != covered
 
 
 def test_variables_are_settings_or_other_tools() -> None:
@@ -143,7 +164,13 @@ def test_checks_and_served_steps_are_listed() -> None:
         CheckRecord,
     )
     router = {"kernels": ["a"], "median_us": 5.25, "layers": 3}
-    engine = {"start_s": 1.0, "step_ms": {"1": 4.5, "16": 6.0}, "router": {"1": router, "16": None}}
+    spread = {"median": 4.5, "p10": 4.25, "p90": 5.0, "count": 8}
+    engine = {
+        "start_s": 1.0,
+        "clock_ms": {"1": spread, "16": spread},
+        "gpu": {"1": {"span_us": spread}, "16": None},
+        "router": {"1": router, "16": None},
+    }
     line = {**IDENTITY, "kind": "served", "moe_layers": 42, "problem": "p", "weights": "dummy"}
     older = decode(msgspec.json.encode({**line, "time": "2026-01-01T00:00:00Z", "served": {}}))
     newer = decode(msgspec.json.encode({**line, "served": {"stock": engine, "router_ext_pair": engine}}))
@@ -151,8 +178,17 @@ def test_checks_and_served_steps_are_listed() -> None:
     text = readme.results([check, newer, older])
     assert "`pair` on NVIDIA H200, 90 of 90 batches right" in text
     assert "42 MoE layers" in text
-    assert "| 1 | 4.500 | 4.500 | 5.25 | 5.25 |" in text
-    assert "| 16 | 6.000 | 6.000 | - | - |" in text
+    clock = "4.500 (4.250 to 5.000)"
+    assert f"| 1 | 5.25 | 5.25 | 4 (4 to 5) | 4 (4 to 5) | {clock} | {clock} |" in text
+    assert f"| 16 | - | - | - | - | {clock} | {clock} |" in text
+
+
+def test_steps_without_a_spread_are_not_shown() -> None:
+    engine = {"step_ms": {"1": 4.5}, "router": {"1": {"kernels": ["a"], "median_us": 5.25, "layers": 3}}}
+    line = {**IDENTITY, "kind": "served", "moe_layers": 3, "problem": "p", "weights": "demo", "served": {"stock": engine}}
+    text = readme.results([decode(msgspec.json.encode(line))])
+    assert "| 1 | 5.25 |" in text
+    assert "4.5" not in text
 
 
 def test_without_records_it_says_so() -> None:

@@ -1,0 +1,107 @@
+"""compare() passes what is right and names what is not: each test breaks a right result in one way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang_router_ext import reference
+from sglang_router_ext.agreement import Result, compare
+from sglang_router_ext.bench.inputs import random_inputs
+from sglang_router_ext.contract import Problem
+from sglang_router_ext.designs import TABLE
+
+PROBLEM = Problem(experts=64, hidden=256, topk=4, shared=1, shared_weight=0.4)
+ROWS = 5
+
+
+def right() -> tuple[Result, reference.Truth]:
+    inputs = random_inputs(PROBLEM, ROWS)
+    truth = reference.route(PROBLEM, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=ROWS - 1)
+    return Result(truth.logits.float(), *reference.outputs(PROBLEM, truth)), truth
+
+
+def spoilt(change: Callable[[Result], object]) -> list[str]:
+    result, truth = right()
+    copy = Result(*(None if field is None else field.clone() for field in result))
+    changed = change(copy)
+    return compare(changed if isinstance(changed, Result) else copy, truth, PROBLEM, TABLE["pair"])
+
+
+def test_a_right_result_has_no_differences() -> None:
+    result, truth = right()
+    assert compare(result, truth, PROBLEM, TABLE["pair"]) == []
+
+
+def set_item(field: str, place: tuple[int, int], value: float) -> Callable[[Result], None]:
+    def change(result: Result) -> None:
+        getattr(result, field)[place] = value
+
+    return change
+
+
+BREAKS: dict[str, tuple[Callable[[Result], object], str]] = {
+    "logit rounded to bf16": (lambda r: r._replace(logits=r.logits.bfloat16().float()), r"logits\["),
+    "logit not a number": (set_item("logits", (0, 0), float("nan")), r"logits\[0, 0\]"),
+    "logits of another type": (lambda r: r._replace(logits=r.logits.double()), "logits: torch.float64"),
+    "ids of another type": (lambda r: r._replace(ids=r.ids.long()), "ids: torch.int64"),
+    "weights missing": (lambda r: r._replace(weights=None), "weights: nothing"),
+    "id past the experts": (set_item("ids", (1, 0), 64), r"ids\[1, 0\]: 64 is outside"),
+    "id of padding in a valid row": (set_item("ids", (1, 0), -1), r"ids\[1, 0\]: -1 is outside"),
+    "an expert twice": (lambda r: r.ids[2].__setitem__(1, r.ids[2, 0]), "stands twice"),
+    "padded row with an id": (set_item("ids", (ROWS - 1, 0), 3), "in a padded row, wanted -1"),
+    "padded row with a weight": (set_item("weights", (ROWS - 1, 0), 0.1), "in a padded row, wanted 0"),
+    "weight off by 1e-4": (lambda r: r.weights[0].mul_(1 + 1e-4), r"weights\[0, 0\]"),
+    "weight not finite": (set_item("weights", (0, 1), float("inf")), "not finite"),
+    "shared slot with another id": (set_item("ids", (0, 4), 65), r"shared ids\[0, 0\]: 65"),
+    "shared slot with another weight": (set_item("weights", (0, 4), 0.5), r"shared weights\[0, 0\]"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_every_kind_of_fault_is_named(name: str) -> None:
+    change, words = BREAKS[name]
+    found = "\n".join(spoilt(change))
+    assert found
+    assert re.search(words, found), found
+
+
+def test_an_expert_with_a_lower_key_is_wrong_unless_it_is_a_near_tie() -> None:
+    problem = Problem(experts=4, hidden=64, topk=1)
+    design = TABLE["warp_select"]
+    logits, bias = torch.tensor([[1.0, 0.5, 0.0, 0.0]]), torch.zeros(4)
+    truth = reference.select(problem, logits, bias)
+    worse = Result(None, torch.tensor([[1]], dtype=torch.int32), torch.ones(1, 1))
+    assert "expert 1 taken instead of 0" in compare(worse, truth, problem, design)[0]
+    near = reference.select(problem, torch.tensor([[1.0, 1.0 - 1e-7, 0.0, 0.0]]), bias)
+    assert compare(worse, near, problem, design) == []
+
+
+def test_an_exact_tie_must_go_to_the_lower_id() -> None:
+    problem = Problem(experts=4, hidden=64, topk=1)
+    truth = reference.select(problem, torch.zeros(1, 4), torch.zeros(4))
+    higher = Result(None, torch.tensor([[2]], dtype=torch.int32), torch.ones(1, 1))
+    assert "expert 2 taken instead of 0" in compare(higher, truth, problem, TABLE["warp_select"])[0]
+
+
+def test_a_gate_is_allowed_its_additions_and_no_more() -> None:
+    """The bound grows with the magnitude of the products, and a selection from given logits gets none of it."""
+    problem = Problem(experts=2, hidden=4096, topk=1)
+    hidden, weight = torch.ones(1, 4096).bfloat16(), torch.ones(2, 4096).bfloat16()
+    truth = reference.route(problem, hidden, weight, torch.zeros(2))
+    chain = 4096 / TABLE["small_rows"].chain + 64
+    limit = chain * 2.0**-23 * 4096
+    for error, wanted in ((0.9 * limit, 0), (1.1 * limit, 1)):
+        logits = (truth.logits + torch.tensor([[error, 0.0]])).float()
+        assert len(compare(Result(logits), truth, problem, TABLE["small_rows"])) == wanted
+
+
+def test_infinite_logits_must_not_become_numbers() -> None:
+    problem = Problem(experts=2, hidden=8, topk=1)
+    hidden = torch.full((1, 8), float("inf")).bfloat16()
+    truth = reference.route(problem, hidden, torch.ones(2, 8).bfloat16(), torch.zeros(2))
+    assert compare(Result(torch.full((1, 2), float("inf"))), truth, problem, TABLE["small_rows"]) == []
+    assert "logits[0, 0]: 7" in compare(Result(torch.full((1, 2), 7.0)), truth, problem, TABLE["small_rows"])[0]

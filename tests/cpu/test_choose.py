@@ -1,0 +1,150 @@
+"""The chooser: pure, so that every question can be asked without a GPU."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sglang_router_ext.choose import choose, reasons
+from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Problem
+from sglang_router_ext.designs import TABLE, Rows
+
+GLM = Problem(experts=288, hidden=4096, topk=8)
+H200, B300, A100, H100 = (KNOWN_GPUS[name] for name in ("h200", "b300", "a100", "h100"))
+
+
+def names(problem: Problem, rows: int, gpu=H200, **asked) -> tuple[str, str]:
+    choice = choose(problem, rows, gpu, **{"backend": "router_ext_pair", **asked})
+    return choice.gate, choice.selection
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (0, ("host", "host")),
+        (1, ("pair", "pair")),
+        (16, ("pair", "pair")),
+        (17, ("cublas_gemm", "warp_select")),
+        (100_000, ("cublas_gemm", "warp_select")),
+    ],
+)
+def test_the_named_pair_over_the_row_axis(rows: int, expected: tuple[str, str]) -> None:
+    assert names(GLM, rows) == expected
+
+
+def test_longest_stage_cover_comes_first() -> None:
+    choice = choose(GLM, 4, H200, backend="router_ext_pair")
+    assert choice.fused == "pair"
+    assert str(choice) == "pair"
+    assert choose(GLM, 40, H200, backend="router_ext_pair").fused is None
+
+
+def test_without_a_backend_of_ours_nothing_is_selected_and_only_a_named_gate_runs() -> None:
+    assert names(GLM, 4, backend=None) == ("host", "host")
+    assert names(GLM, 4, backend=None, gate="small_rows") == ("small_rows", "host")
+    assert names(GLM, 17, backend=None, gate="small_rows") == ("host", "host")
+    assert names(GLM, 17, backend=None, gate="naive") == ("naive", "host")
+
+
+def test_a_named_gate_overrides_that_of_the_backend() -> None:
+    assert names(GLM, 4, gate="cublas_gemm") == ("cublas_gemm", "warp_select")
+    assert names(GLM, 4, gate="host") == ("host", "warp_select")
+
+
+def test_a_gate_that_cannot_run_leaves_its_stage_to_the_host_and_says_why() -> None:
+    choice = choose(GLM, 17, H200, backend="router_ext_pair", gate="small_rows")
+    assert (choice.gate, choice.selection) == ("host", "warp_select")
+    assert choice.losers["small_rows"] == ["17 rows: takes 1-16"]
+
+
+def test_other_gpus() -> None:
+    assert names(GLM, 4, B300) == ("pair", "pair")
+    assert names(GLM, 4, A100) == ("cublas_gemm", "triton_select")
+    assert names(GLM, 4, None) == ("host", "host")
+
+
+def test_what_cannot_be_built_is_passed_over() -> None:
+    missing = {"pair": "no CUDA compiler", "warp_select": "no CUDA compiler"}
+    choice = choose(GLM, 4, H200, backend="router_ext_pair", unavailable=missing)
+    assert (choice.gate, choice.selection) == ("cublas_gemm", "triton_select")
+    assert choice.losers["pair"] == ["no CUDA compiler"]
+
+
+def test_the_fastest_backend_takes_only_measured_bands() -> None:
+    for rows in (1, 6, 16, 17, 96, 8192):
+        choice = choose(GLM, rows, H200, backend="router_ext")
+        for name in {choice.gate, choice.selection} - {"host"}:
+            assert TABLE[name].status == "on"
+            assert any(rows in band for band in TABLE[name].bands[H200.name])
+    for gpu in (B300, H100):
+        choice = choose(GLM, 4, gpu, backend="router_ext")
+        assert (choice.gate, choice.selection) == ("host", "host")
+        assert f"not measured on {gpu.name}" in choice.losers["pair"]
+
+
+def test_a_band_is_a_set_of_ranges() -> None:
+    """Crossovers need not be monotonic."""
+    design = msgspec.structs.replace(TABLE["pair"], status="on", bands={H200.name: (Rows(1, 4), Rows(8, 16))})
+    assert reasons(design, GLM, 4, H200, named=False) == []
+    assert reasons(design, GLM, 6, H200, named=False) == ["6 rows: measured fastest at 1-4, 8-16"]
+    trial = msgspec.structs.replace(design, status="trial", bands={})
+    assert reasons(trial, GLM, 4, H200, named=False) == ["on trial: runs only where it is named"]
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    problem = Problem(
+        experts=2048,
+        hidden=4100,
+        topk=40,
+        score="softmax",
+        bias=True,
+        bias_dtype="bfloat16",
+        groups=8,
+        groups_kept=4,
+        weight_dtype="float32",
+        hidden_dtype="float16",
+    )
+    found = reasons(TABLE["pair"], problem, 64, A100)
+    words = (
+        "sm_80",
+        "64 rows",
+        "2048 experts",
+        "hidden 4100",
+        "float16 hidden",
+        "float32 gate",
+        "40 slots",
+        "softmax",
+        "bfloat16 bias",
+        "8 expert groups",
+    )
+    assert all(any(word in reason for reason in found) for word in words), found
+
+
+def test_shared_slots_count_among_the_slots() -> None:
+    assert names(msgspec.structs.replace(GLM, shared=1), 4) == ("pair", "pair")
+    assert names(msgspec.structs.replace(GLM, topk=32, shared=1), 4) == ("cublas_gemm", "host")
+
+
+def test_what_is_not_known_is_an_error() -> None:
+    with pytest.raises(ContractError, match=r"backend: got router_ext_foo, allowed: router_ext \| router_ext_pair"):
+        choose(GLM, 1, H200, backend="router_ext_foo")
+    with pytest.raises(ContractError, match=r"SGLANG_ROUTER_EXT_GATE: got foo, allowed: auto \|"):
+        choose(GLM, 1, H200, backend=None, gate="foo")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("experts", 0),
+        ("topk", 9),
+        ("topk", 0),
+        ("score", "relu"),
+        ("groups", 3),
+        ("groups_kept", 2),
+        ("shared", -1),
+        ("weight_dtype", "fp8"),
+    ],
+)
+def test_a_problem_that_makes_no_sense_is_an_error_that_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(ContractError, match=f"^{field}: got {value}, allowed: "):
+        Problem(**{"experts": 8, "hidden": 8, "topk": 2, field: value})

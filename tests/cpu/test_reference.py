@@ -1,0 +1,121 @@
+"""The oracle, held to rows that were worked by hand. Every other test leans on it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang_router_ext import reference
+from sglang_router_ext.contract import ContractError, Problem
+
+LOGITS = torch.tensor([[1.2, -0.5, 2.0, 0.3, -1.0, 1.9, 0.8, -0.2]])
+BIAS = torch.tensor([8.13, 8.0, 8.0, 8.05, 8.1, 8.03, 8.02, 8.07])
+"""Eight experts, of which 2 and 5 have the highest scores (0.881 and 0.870) and 0 and 5 the highest keys (8.899 and 8.900)."""
+TOY = Problem(experts=8, hidden=4, topk=2)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_the_toy_layer_chooses_0_and_5_with_an_fp32_bias() -> None:
+    truth = reference.select(TOY, LOGITS, BIAS)
+    assert truth.ids.tolist() == [[5, 0]]
+    assert truth.keys[0, [0, 2, 5]].tolist() == pytest.approx([8.899, 8.881, 8.900], abs=5e-4)
+    assert truth.margin.item() == pytest.approx(8.899 - 8.881, abs=1e-3)
+    weights = [sigmoid(1.9), sigmoid(1.2)]
+    assert truth.weights[0].tolist() == pytest.approx([w / sum(weights) for w in weights], rel=1e-6)
+
+
+def test_the_toy_layer_chooses_0_and_2_when_the_bias_is_rounded_to_bf16() -> None:
+    truth = reference.select(TOY, LOGITS, BIAS.bfloat16().float())
+    assert sorted(truth.ids[0].tolist()) == [0, 2]
+
+
+def test_without_a_bias_the_highest_scores_win_and_weigh() -> None:
+    truth = reference.select(TOY, LOGITS, torch.zeros(8))
+    assert truth.ids.tolist() == [[2, 5]]
+    assert truth.weights[0].tolist() == pytest.approx([0.503, 0.497], abs=5e-4)
+
+
+def test_the_lower_id_wins_ties() -> None:
+    truth = reference.select(Problem(experts=5, hidden=1, topk=3), torch.zeros(1, 5), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]))
+    assert truth.ids.tolist() == [[1, 3, 0]]
+    assert truth.margin.item() == 0
+
+
+def test_nan_ranks_below_every_real_key_and_above_minus_infinity_and_weighs_nothing() -> None:
+    nan, inf = float("nan"), float("inf")
+    problem = Problem(experts=4, hidden=1, topk=3)
+    truth = reference.select(problem, torch.tensor([[0.0, nan, 0.0, -5.0]]), torch.tensor([-inf, 3.0, 1.0, 0.0]))
+    assert truth.ids.tolist() == [[2, 3, 1]]
+    scores = [0.5, sigmoid(-5.0), 0.0]
+    assert truth.weights[0].tolist() == pytest.approx([s / sum(scores) for s in scores], rel=1e-6)
+
+
+def test_a_row_of_nan_gives_the_lowest_ids_and_no_weight() -> None:
+    truth = reference.select(Problem(experts=6, hidden=1, topk=3), torch.full((1, 6), float("nan")), torch.ones(6))
+    assert truth.ids.tolist() == [[0, 1, 2]]
+    assert truth.weights.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_scores_below_the_smallest_normal_float_count_as_zero() -> None:
+    problem = Problem(experts=3, hidden=1, topk=2)
+    truth = reference.select(problem, torch.tensor([[-100.0, -100.0, -100.0], [-87.0, -88.0, 0.0]]), torch.zeros(3))
+    assert truth.ids.tolist() == [[0, 1], [2, 0]]
+    assert truth.weights[0].tolist() == [0.0, 0.0]
+    assert truth.weights[1].tolist() == pytest.approx([1.0, 2 * sigmoid(-87.0)])
+
+
+def test_the_weight_comes_from_the_logit_and_not_from_the_key() -> None:
+    """Scores of 1e-8 vanish beside a bias of 12, so that key - bias would be 0 / 0."""
+    problem = Problem(experts=256, hidden=1, topk=8)
+    logits = torch.linspace(-18.5, -17.5, 256)[None]
+    bias = 12 + (torch.arange(256) % 196) * 1e-3
+    truth = reference.select(problem, logits, bias)
+    assert truth.ids[0].tolist() == list(range(195, 187, -1))
+    scores = [sigmoid(logits[0, i].item()) for i in truth.ids[0].tolist()]
+    assert truth.weights[0].tolist() == pytest.approx([s / sum(scores) for s in scores], rel=1e-9)
+
+
+@pytest.mark.parametrize(("renormalize", "scale", "total"), [(True, 1.0, 1.0), (True, 2.5, 2.5), (False, 2.5, None)])
+def test_the_scale_is_applied_once(renormalize: bool, scale: float, total: float | None) -> None:
+    problem = Problem(experts=8, hidden=4, topk=2, renormalize=renormalize, scale=scale)
+    weights = reference.select(problem, LOGITS, BIAS).weights[0]
+    expected = (sigmoid(1.9) + sigmoid(1.2)) * scale if total is None else total
+    assert weights.sum().item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_shared_slots_stand_behind_the_routed_ones() -> None:
+    problem = Problem(experts=8, hidden=4, topk=2, shared=2, shared_weight=0.4)
+    ids, weights = reference.outputs(problem, reference.select(problem, LOGITS.expand(2, -1), BIAS, num_token_non_padded=1))
+    assert ids.tolist() == [[5, 0, 8, 9], [-1, -1, -1, -1]]
+    assert weights[0, 2:].tolist() == pytest.approx([0.4, 0.4])
+    assert weights[0, :2].sum().item() == pytest.approx(1.0)
+    assert weights[1].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("count", "valid"), [(-1, 0), (0, 0), (2, 2), (9, 3)])
+def test_padded_rows_have_no_ids_and_no_weights(count: int, valid: int) -> None:
+    truth = reference.select(TOY, LOGITS.expand(3, -1), BIAS, num_token_non_padded=count)
+    assert truth.valid == valid
+    assert (truth.ids[valid:] == -1).all()
+    assert (truth.weights[valid:] == 0).all()
+    assert (truth.ids[:valid] >= 0).all()
+
+
+def test_the_gate_is_a_product_in_fp64() -> None:
+    hidden, weight = torch.tensor([[1.0, 2.0]]).bfloat16(), torch.tensor([[0.5, -0.25], [3.0, 1.0]]).bfloat16()
+    logits, magnitude = reference.gate(hidden, weight)
+    assert logits.tolist() == [[0.0, 5.0]]
+    assert magnitude.tolist() == [[1.0, 5.0]]
+    assert logits.dtype == torch.float64
+
+
+def test_what_the_oracle_does_not_know_it_refuses() -> None:
+    with pytest.raises(ContractError, match="score"):
+        reference.select(Problem(experts=8, hidden=4, topk=2, score="softmax"), LOGITS, BIAS)
+    with pytest.raises(ContractError, match="groups"):
+        reference.select(Problem(experts=8, hidden=4, topk=2, groups=2), LOGITS, BIAS)
