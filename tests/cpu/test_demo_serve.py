@@ -125,7 +125,6 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     assert "+0.0%, within 1%" in text
     fields = msgspec.json.decode(serve.record_of(report).line)
     assert fields["served"]["stock"]["router"]["96"]["median_us"] == 5.0
-    assert fields["served"]["stock"]["step_ms"]["96"] == fields["served"]["stock"]["clock_ms"]["96"]["median"]
     assert fields["slower"].keys() == {"1", "6", "16", "96"}
     assert msgspec.json.decode(msgspec.json.encode(report))["slower"] == fields["slower"]
 

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_router_ext import reference
-from sglang_router_ext.contract import ContractError, Problem
+from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, ContractError, Problem
 
 LOGITS = torch.tensor([[1.2, -0.5, 2.0, 0.3, -1.0, 1.9, 0.8, -0.2]])
 BIAS = torch.tensor([8.13, 8.0, 8.0, 8.05, 8.1, 8.03, 8.02, 8.07])
@@ -119,3 +121,34 @@ def test_what_the_oracle_does_not_know_it_refuses() -> None:
         reference.select(Problem(experts=8, hidden=4, topk=2, score="softmax"), LOGITS, BIAS)
     with pytest.raises(ContractError, match="groups"):
         reference.select(Problem(experts=8, hidden=4, topk=2, groups=2), LOGITS, BIAS)
+
+
+VALUES = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 88.0, -88.0, -104.0, float("nan"), float("inf"), float("-inf")]),
+    st.floats(-20, 20, width=32),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_any_row_is_ranked_as_a_plain_sort_ranks_it(data: st.DataObject) -> None:
+    """The rules again, as a loop over Python floats; every row gives distinct ids and finite weights."""
+    experts = data.draw(st.integers(1, 12))
+    topk = data.draw(st.integers(1, experts))
+    logits = data.draw(st.lists(VALUES, min_size=experts, max_size=experts))
+    bias = data.draw(st.lists(VALUES, min_size=experts, max_size=experts))
+    problem = Problem(experts=experts, hidden=1, topk=topk, scale=2.0)
+    truth = reference.select(problem, torch.tensor([logits]), torch.tensor(bias))
+
+    scores = [torch.sigmoid(torch.tensor(x, dtype=torch.float64)).item() for x in torch.tensor(logits).tolist()]
+    scores = [0.0 if s < MIN_SCORE else s for s in scores]
+    keys = [s + b for s, b in zip(scores, torch.tensor(bias).double().tolist(), strict=True)]
+    keys = [NAN_KEY if math.isnan(k) else k for k in keys]
+    ids = sorted(range(experts), key=lambda e: (-keys[e], e))[:topk]
+    assert truth.ids[0].tolist() == ids
+
+    chosen = [0.0 if math.isnan(scores[e]) else scores[e] for e in ids]
+    total = sum(chosen) or 1.0
+    assert truth.weights[0].tolist() == pytest.approx([2.0 * s / total for s in chosen], rel=1e-12)
+    assert truth.weights.isfinite().all()
+    assert len(set(ids)) == topk
