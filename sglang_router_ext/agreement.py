@@ -145,9 +145,9 @@ def _compare_weights(
     """Weights are judged for the ids that the design chose, so that a near-tie counts once."""
     want = reference.weigh(problem, truth.scores[: len(ids)], ids)
     relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (problem.topk + 4) * U
-    # Scores at the smallest normal float32 may fall to 0 on either side of it.
-    floor = 0.0 if not problem.renormalize else problem.topk * MIN_SCORE
     total = truth.scores[: len(ids)].gather(1, ids).nan_to_num(0.0).sum(1, keepdim=True)
-    bad = ((weights - want).abs() > relative * want + 2 * MIN_SCORE) & (total > 16 * floor)
+    # Scores about the smallest normal float may each count as 0 or not, so a row of nothing else has no one right sum.
+    settled = total > (16 * problem.topk * MIN_SCORE if problem.renormalize else 0.0)
+    bad = settled & ((weights - want).abs() > relative * want + 2 * MIN_SCORE)
     bad |= (total == 0) & (weights != 0)
     return _first(bad, lambda r, k: f"weights[{r}, {k}]: {weights[r, k]:.9g}, wanted {want[r, k]:.9g}")
