@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -100,3 +102,24 @@ def test_the_division_of_a_gate_is_whole_where_it_says_so() -> None:
             assert 1 <= split.slices <= 8
             assert 8 * split.tiles * 16 <= 32 * split.warps  # one thread adds up one logit
             assert split.warps * 32 <= 1024
+
+
+LOAD_WITH_PIPS_COMPILER = """
+import pathlib
+from sglang_router_ext import build
+build.USUAL_HOME = pathlib.Path("/nowhere")
+assert build.find_toolchain().source == "pip"
+with build.target(90):
+    assert build.load("selection/warp_select.cuh", "WarpSelect<1, true>").run
+"""
+
+
+def test_sglangs_loader_builds_links_and_loads_with_pips_compiler(tmp_path: pathlib.Path) -> None:
+    """What a machine with nothing but a driver does; in a process of its own, as the loader remembers its compiler."""
+    for tool in ("c++", "g++", "ninja", "sh"):
+        found = shutil.which(tool)
+        assert found is not None, f"{tool} is needed to build a kernel"
+        (tmp_path / tool).symlink_to(found)
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/bin", "SGLANG_JIT_CACHE_DIR": str(tmp_path / "jit")}
+    done = subprocess.run([sys.executable, "-c", LOAD_WITH_PIPS_COMPILER], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
