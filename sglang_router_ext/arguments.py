@@ -78,6 +78,8 @@ def check_selection(
         f"{problem.slots} slots",
         f"at most {row.max_topk}, shared included, for {design}",
     )
+    limit = row.max_scale
+    expect(limit is None or problem.scale < limit, "scale", problem.scale, f"below {limit} for {design}")
     expect(problem.score in row.scores, "score", problem.score, f"{' | '.join(row.scores)} for {design}")
     expect(problem.groups == 1, "groups", problem.groups, f"1 for {design}")
     if logits is not None:
