@@ -10,8 +10,10 @@ tensor cores truncate where an FPU rounds):
 * weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and renormalising adds the same again for the sum, plus topk + 4
   roundings: 2 x (logit bound + 4 u) + (topk + 4) u, relative.
 
-An id may differ from the oracle's only where both keys involved lie within the sum of their bounds of each other. Where two
-experts tie exactly (same fp64 key, logit and bias), no rounding can part them and the lower id must win.
+A selection is judged by the logits that came with it, if any did, and then the logit bound in its keys and weights is 0: what
+the gate may add wrongly is the gate's, and no cover for the selection. An id may differ from the oracle's only where both keys
+involved lie within the sum of their bounds of each other; our own designs also owe the descending order of the keys, within the
+same bounds. Where two keys tie whatever the rounding (see ``_tied``), the lower id must win and stand first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_router_ext import reference
-from sglang_router_ext.contract import MIN_SCORE, PAD_ID, Problem
+from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, Problem
 from sglang_router_ext.designs import Design, Numerics
 from sglang_router_ext.reference import Truth
 
@@ -45,14 +47,21 @@ def logit_bound(problem: Problem, truth: Truth, design: Design) -> torch.Tensor:
 
 
 def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> list[str]:
-    """Every difference between ``result`` and the oracle that the design's numerics do not allow; empty means right."""
+    """Every difference between ``result`` and the oracle that the design's numerics do not allow; empty means right.
+
+    ``result`` must hold what the design's stages return: logits of a gate, ids and weights of a selection.
+    """
+    found = _check_shapes(result, truth, problem, design)
+    if found:
+        return found
     bound = logit_bound(problem, truth, design)
-    found: list[str] = []
     if result.logits is not None:
         found += _compare_logits(result.logits, truth, bound)
     if result.ids is not None:
-        shapes = _check_shapes(result, truth, problem)
-        found += shapes or _compare_selection(result, truth, problem, bound)
+        if result.logits is not None:
+            truth = reference.select(problem, result.logits, truth.bias, num_token_non_padded=truth.valid)
+            bound = torch.zeros_like(bound)
+        found += _compare_selection(result, truth, problem, bound, ordered=bool(design.target))
     return found
 
 
@@ -66,8 +75,6 @@ def _first(mask: torch.Tensor, describe) -> list[str]:
 
 
 def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:
-    if logits.dtype != torch.float32 or logits.shape != truth.logits.shape:
-        return [f"logits: {logits.dtype} {tuple(logits.shape)}, wanted float32 {tuple(truth.logits.shape)}"]
     got, want = logits.double(), truth.logits
     finite = want.isfinite() if truth.magnitude is None else want.isfinite() & (truth.magnitude < 3e38)
     # An input that holds NaN or infinity must not come out as a number.
@@ -75,17 +82,23 @@ def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> 
     return _first(bad, lambda r, e: f"logits[{r}, {e}]: {got[r, e]:.9g}, wanted {want[r, e]:.9g} +- {bound[r, e]:.2g}")
 
 
-def _check_shapes(result: Result, truth: Truth, problem: Problem) -> list[str]:
-    assert result.ids is not None
-    shape, found = (len(truth.logits), problem.slots), []
-    for name, tensor, dtype in (("ids", result.ids, torch.int32), ("weights", result.weights, torch.float32)):
-        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            got = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            found.append(f"{name}: {got}, wanted {dtype} {shape}")
+def _check_shapes(result: Result, truth: Truth, problem: Problem, design: Design) -> list[str]:
+    """Fields that a stage of the design owes, or that came all the same, and are not of the contract's type and shape."""
+    slots, owed = (len(truth.logits), problem.slots), "selection" in design.stages or result.ids is not None
+    found = []
+    for name, tensor, dtype, shape, due in (
+        ("logits", result.logits, torch.float32, tuple(truth.logits.shape), "gate" in design.stages),
+        ("ids", result.ids, torch.int32, slots, owed),
+        ("weights", result.weights, torch.float32, slots, owed),
+    ):
+        if tensor is None and due:
+            found.append(f"{name}: nothing, wanted {dtype} {shape}")
+        elif tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
+            found.append(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, wanted {dtype} {shape}")
     return found
 
 
-def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: torch.Tensor) -> list[str]:
+def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: torch.Tensor, *, ordered: bool) -> list[str]:
     assert result.ids is not None and result.weights is not None
     ids, weights, valid = result.ids.long(), result.weights.double(), truth.valid
     found = _first(ids[valid:] != PAD_ID, lambda r, k: f"ids[{valid + r}, {k}]: {ids[valid + r, k]} in a padded row, wanted -1")
@@ -98,12 +111,14 @@ def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: to
     outside = (ids < 0) | (ids >= problem.experts)
     if outside.any():
         return found + _first(outside, lambda r, k: f"ids[{r}, {k}]: {ids[r, k]} is outside [0, {problem.experts})")
-    ordered = ids.sort(1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    ascending = ids.sort(1).values
+    twice = (ascending[:, 1:] == ascending[:, :-1]).any(1)
     found += _first(twice, lambda r: f"ids[{r}]: an expert stands twice in {ids[r].tolist()}")
     found += _first(~weights.isfinite(), lambda r, k: f"weights[{r}, {k}]: {weights[r, k]} is not finite")
     if not found:
-        found += _compare_ids(ids, truth, bound[:valid]) + _compare_weights(ids, weights, truth, problem, bound[:valid])
+        slack = _slack(truth, bound)
+        found += _compare_ids(ids, truth, slack) + _compare_weights(ids, weights, truth, problem, bound[:valid])
+        found += _compare_order(ids, truth, slack) if ordered else []
     return found
 
 
@@ -115,28 +130,57 @@ def _compare_shared(ids: torch.Tensor, weights: torch.Tensor, problem: Problem) 
     return found + _first(weights != share, lambda r, k: f"shared weights[{r}, {k}]: {weights[r, k]}, wanted {share}")
 
 
-def _compare_ids(ids: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:
+def _slack(truth: Truth, bound: torch.Tensor) -> torch.Tensor:
+    """[rows, experts] fp64: the bound of each key."""
+    return bound / 4 + 4 * U + U * torch.where(truth.keys.isfinite(), truth.keys.abs(), 0.0)
+
+
+def _tied(truth: Truth, row: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether the keys of experts ``one`` and ``other`` of ``row`` (index tensors that broadcast) tie in any precision.
+
+    They do where the fp64 keys are equal and either both keys are infinite or NaN, or the biases are equal and the scores too:
+    of equal logits, or of logits so far out that the fp32 sigmoid is 1 (from 18) or 0 (to -104).
+    """
+    equal = truth.keys[row, one] == truth.keys[row, other]
+    key, a, b = truth.keys[row, one], truth.logits[row, one], truth.logits[row, other]
+    score = (a == b) | ((a >= 18) & (b >= 18)) | ((a <= -104) & (b <= -104))
+    bias = True if truth.bias is None else truth.bias[one] == truth.bias[other]
+    return equal & (key.isinf() | (key == NAN_KEY) | (score & bias))
+
+
+def _compare_ids(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[str]:
     """An expert taken or left against the oracle is allowed only within the bounds of the keys at the cut."""
-    keys, logits = truth.keys[: len(ids)], truth.logits[: len(ids)]
-    slack = bound / 4 + 4 * U + U * torch.where(keys.isfinite(), keys.abs(), 0.0)
+    keys = truth.keys[: len(ids)]
     got = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, ids, True)
     want = torch.zeros_like(got).scatter_(1, truth.ids[: len(ids)], True)
     found = []
-    for row in (got != want).any(1).nonzero().flatten().tolist():
-        taken = (got[row] & ~want[row]).nonzero().flatten()
-        left = (want[row] & ~got[row]).nonzero().flatten()
-        gap = keys[row, left][:, None] - keys[row, taken][None, :]
-        gap = torch.where(gap.isnan(), 0.0, gap)  # both infinite: a tie
-        allowed = slack[row, left][:, None] + slack[row, taken][None, :]
-        same = (gap == 0) & (logits[row, left][:, None] == logits[row, taken][None, :])
-        wrong = (gap > allowed) | (same & (left[:, None] < taken[None, :]))
+    for row in (got != want).any(1).nonzero().flatten():
+        taken = (got[row] & ~want[row]).nonzero().flatten()[None, :]
+        left = (want[row] & ~got[row]).nonzero().flatten()[:, None]
+        gap = (keys[row, left] - keys[row, taken]).nan_to_num(0.0, torch.inf, -torch.inf)  # both infinite: a tie
+        allowed = slack[row, left] + slack[row, taken]
+        wrong = (gap > allowed) | (_tied(truth, row, left, taken) & (left < taken))
         if wrong.any():
             a, b = wrong.nonzero()[0].tolist()
             found.append(
-                f"ids[{row}]: expert {taken[b]} taken instead of {left[a]}, whose key is higher by {gap[a, b]:.3g}"
+                f"ids[{row}]: expert {taken[0, b]} taken instead of {left[a, 0]}, whose key is higher by {gap[a, b]:.3g}"
                 f" (allowed {allowed[a, b]:.3g}; margin {truth.margin[row]:.3g})"
             )
     return found[:SHOWN]
+
+
+def _compare_order(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[str]:
+    """Every earlier slot against every later one of its row: descending keys, and ascending ids where they tie."""
+    row = torch.arange(len(ids), device=ids.device)[:, None]
+    first, second = torch.triu_indices(ids.shape[1], ids.shape[1], 1, device=ids.device)
+    earlier, later = ids[:, first], ids[:, second]
+    gap = (truth.keys[row, later] - truth.keys[row, earlier]).nan_to_num(0.0, torch.inf, -torch.inf)
+    wrong = gap > slack[row, later] + slack[row, earlier]
+    wrong |= _tied(truth, row, earlier, later) & (earlier > later)
+    return _first(
+        wrong,
+        lambda r, p: f"ids[{r}]: expert {earlier[r, p]} stands before {later[r, p]}, whose key is higher by {gap[r, p]:.3g}",
+    )
 
 
 def _compare_weights(
@@ -146,8 +190,10 @@ def _compare_weights(
     want = reference.weigh(problem, truth.scores[: len(ids)], ids)
     relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (problem.topk + 4) * U
     total = truth.scores[: len(ids)].gather(1, ids).nan_to_num(0.0).sum(1, keepdim=True)
-    # Scores about the smallest normal float may each count as 0 or not, so a row of nothing else has no one right sum.
+    # Scores about the smallest normal float may each count as 0 or not, so a row of nothing else has no one right sum: its
+    # weights are shares of the scale, whichever.
     settled = total > (16 * problem.topk * MIN_SCORE if problem.renormalize else 0.0)
     bad = settled & ((weights - want).abs() > relative * want + 2 * MIN_SCORE)
     bad |= (total == 0) & (weights != 0)
+    bad |= (weights < 0) | (weights > problem.scale * (1 + relative))
     return _first(bad, lambda r, k: f"weights[{r}, {k}]: {weights[r, k]:.9g}, wanted {want[r, k]:.9g}")

@@ -32,12 +32,15 @@ def check_tensor(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int
     expect(fits, name, describe(tensor), allowed)
 
 
-def check_vector_rows(name: str, tensor: torch.Tensor) -> None:
-    """Every row of ``tensor`` starts on a 16-byte boundary, as vector loads need."""
+def vector_rows(tensor: torch.Tensor) -> bool:
+    """Whether every row of ``tensor`` starts on a 16-byte boundary, as vector loads need."""
     stride_bytes = tensor.stride(0) * tensor.element_size() if len(tensor) > 1 else 0
-    aligned = tensor.data_ptr() % VECTOR_BYTES == 0 and stride_bytes % VECTOR_BYTES == 0
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and stride_bytes % VECTOR_BYTES == 0
+
+
+def check_vector_rows(name: str, tensor: torch.Tensor) -> None:
     got = f"{describe(tensor)} at address {tensor.data_ptr() % VECTOR_BYTES} modulo {VECTOR_BYTES}"
-    expect(aligned, name, got, f"rows that start at multiples of {VECTOR_BYTES} bytes")
+    expect(vector_rows(tensor), name, got, f"rows that start at multiples of {VECTOR_BYTES} bytes")
 
 
 def check_cuda(name: str, tensor: object) -> None:

@@ -150,4 +150,5 @@ def _status(status: Any) -> str:
     who = status.identity
     ran = "; ".join(f"{c.stage}: {c.design} x {c.calls}{f' ({c.reason})' if c.reason else ''}" for c in status.counts)
     asked = f"backend {', '.join(who.backends) or 'stock'}, gate {who.gate}"
-    return f"{who.role}, {who.gpu}, {asked}, {len(status.hooks)} hooks live; {ran or 'no MoE layer ran'}"
+    placed = f"{len(status.hooks)} hooks live, {status.linked} layers linked"
+    return f"{who.role}, {who.gpu}, {asked}, {placed}; {ran or 'no MoE layer ran'}"

@@ -23,6 +23,7 @@ class Truth(NamedTuple):
     weights: torch.Tensor  # [rows, topk] fp64; 0 in padded rows
     margin: torch.Tensor  # [rows] fp64, gap at the cut: last selected key - first rejected key; +inf if none is rejected
     magnitude: torch.Tensor | None  # [rows, experts] fp64, sum of |hidden x weight|; None where logits were given
+    bias: torch.Tensor | None  # [experts] as it was given
     valid: int  # rows before the padding
 
 
@@ -67,7 +68,7 @@ def select(
         margin = torch.where(margin.isnan(), 0.0, margin)  # inf - inf: a tie
     valid = len(logits) if num_token_non_padded is None else max(0, min(num_token_non_padded, len(logits)))
     ids[valid:] = PAD_ID
-    return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, valid)
+    return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, bias, valid)
 
 
 def outputs(problem: Problem, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]:

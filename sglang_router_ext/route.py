@@ -35,6 +35,14 @@ def launcher(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"sglang_router_ext.{module}"), function)
 
 
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    problem: Problem, gpu: Gpu | None, backend: str | None, gate: str, unavailable: tuple[tuple[str, str], ...], rows: int
+) -> Choice:
+    """Shared by the layers of a model, whose questions are the same; bounded, because prefills come in all row counts."""
+    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable))
+
+
 class Route:
     """One layer's router on one GPU. The choice depends on nothing but the row count, so ranks and graph captures agree."""
 
@@ -48,9 +56,7 @@ class Route:
         unavailable: dict[str, str] | None = None,
     ) -> None:
         self.problem = problem
-        self._choose = functools.cache(
-            lambda rows: choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=unavailable)
-        )
+        self._choose = functools.partial(_choose, problem, gpu, backend, gate, tuple(sorted((unavailable or {}).items())))
 
     def choice(self, rows: int) -> Choice:
         """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch."""

@@ -94,21 +94,28 @@ def _row_stability(design: Design, problem: Problem, inputs: Inputs, batch: Resu
 
 
 def _graph(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> list[str]:
-    """Capture on zeros, then put the inputs in place and replay twice."""
+    """Capture on zeros, then put the inputs in place and replay twice. A kernel right before the launch writes the bias, which
+    holds junk until then."""
     changing = (inputs.hidden, inputs.logits)
+    bias = torch.empty_like(inputs.bias)
+
+    def produce_and_launch() -> Result:
+        torch.mul(inputs.bias, 1.0, out=bias)
+        return launch(design, problem, inputs._replace(bias=bias))
+
     saved = [tensor.clone() for tensor in changing]
     stream = torch.cuda.Stream(inputs.hidden.device)
     try:
         for tensor in changing:
             tensor.zero_()
-        graph, result = capture(lambda: launch(design, problem, inputs), stream)
+        graph, result = capture(produce_and_launch, stream)
     finally:
         for tensor, value in zip(changing, saved, strict=True):
             tensor.copy_(value)
     torch.cuda.synchronize(inputs.hidden.device)
     with torch.cuda.stream(stream):
         for _ in range(2):
-            poison(tuple(result))
+            poison((*result, bias))
             graph.replay()
     torch.cuda.synchronize(inputs.hidden.device)
     return compare(result, want, problem, design)

@@ -329,10 +329,11 @@ FULL_CASES = (
 SHORT_CASES = ("glm-5.3-flash-shared", "glm-4.6", "deepseek-v3")
 """Cases in a shape that stands above already, or that only some designs take."""
 MODEL_ROWS = (*range(1, 19), 24, 31, 32, 33, 48, 63, 64)
-KIND_ROWS = (1, 7, 16, 33)
+KIND_ROWS = (1, 7, 16, 33, 130)
 LARGE_ROWS = (257, 1024, 8192)
 ODD = "odd sizes"
-ODD_ROWS = (1, 7, 16, 17)
+ODD_ROWS = (1, 7, 16, 17, 131)
+ODD_KIND_ROWS = (5, 131)
 ODD_KINDS = ("ties", "nan-logits", "odd-strides")
 ODD_HIDDEN = (8, 40, 2688, 2880, 7176)
 ODD_EXPERTS = (*range(1, 10), 33, 60, 257, 258, 320, 768, 896, 1024)
@@ -366,4 +367,4 @@ def odd_checks() -> Iterator[Check]:
     ]
     for problem in problems:
         yield from (Check(case=ODD, problem=problem, rows=rows) for rows in ODD_ROWS)
-        yield from (Check(case=ODD, problem=problem, rows=5, kind=kind) for kind in ODD_KINDS)
+        yield from (Check(case=ODD, problem=problem, rows=rows, kind=kind) for kind in ODD_KINDS for rows in ODD_KIND_ROWS)

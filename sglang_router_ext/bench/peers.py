@@ -280,9 +280,12 @@ _BOTH: Stages = ("gate", "selection")
 # Judges. ``chain`` 1 is the longest chain of additions there can be, so the bound suits any order of summation.
 
 
-def _judge_result(stages: Stages) -> Judge:
-    numerics = Numerics.EXACT_IDS if stages == _SELECTION else Numerics.NEAR_TIE
-    standard = Design(name="peer", stages=stages, target="", what="", chain=1, numerics=numerics, row_stable=False)
+def _standard(stages: Stages, numerics: Numerics) -> Design:
+    return Design(name="peer", stages=stages, target="", what="", chain=1, numerics=numerics, row_stable=False)
+
+
+def _judge_result(stages: Stages, numerics: Numerics = Numerics.NEAR_TIE) -> Judge:
+    standard = _standard(stages, numerics)
 
     def judge(result: Result, truth: Truth, problem: Problem) -> list[str]:
         ids = None if result.ids is None else result.ids.int()
@@ -292,7 +295,7 @@ def _judge_result(stages: Stages) -> Judge:
 
 
 def _judge_aligned(result: Aligned, truth: Truth, problem: Problem) -> list[str]:
-    found = _judge_result(("gate", "selection"))(Result(None, result.ids, result.weights), truth, problem)
+    found = _judge_result(_SELECTION)(Result(None, result.ids, result.weights), truth, problem)  # the logits are not kept
     rows = len(result.ids)
     block = ALIGN_BLOCK if rows < ALIGN_MANY_ROWS else ALIGN_BLOCK_MANY
     ids = result.ids.flatten().long()
@@ -312,8 +315,7 @@ def _judge_aligned(result: Aligned, truth: Truth, problem: Problem) -> list[str]
 
 
 def _judge_bf16(logits: torch.Tensor, truth: Truth, problem: Problem) -> list[str]:
-    standard = Design(name="peer", stages=("gate",), target="", what="", numerics=Numerics.LOGIT_BOUND, row_stable=False)
-    allowed = logit_bound(problem, truth, standard) + BF16_ROUNDING * truth.logits.abs()
+    allowed = logit_bound(problem, truth, _standard(_GATE, Numerics.LOGIT_BOUND)) + BF16_ROUNDING * truth.logits.abs()
     wrong = int(((logits.double() - truth.logits).abs() > allowed).sum() + logits.isnan().sum())
     return [f"{wrong} logits beyond the rounding of bf16"] if wrong else []
 
@@ -330,7 +332,7 @@ PEERS = {
         Peer("naive", _BOTH, "five lines of PyTorch in fp32", _naive, _judge_result(_BOTH)),
         Peer("torch-bf16", _BOTH, "the same after a bf16 GEMM with fp32 output", _torch_bf16, _judge_result(_BOTH)),
         Peer("sglang-gemm", _GATE, "SGLang's gate", _sglang_gemm, _judge_result(_GATE)),
-        Peer("sglang-topk", _SELECTION, "SGLang's selection", _sglang_topk, _judge_result(_SELECTION)),
+        Peer("sglang-topk", _SELECTION, "SGLang's selection", _sglang_topk, _judge_result(_SELECTION, Numerics.EXACT_IDS)),
         Peer("sglang-pair", _BOTH, "SGLang's gate and selection", _sglang_pair, _judge_result(_BOTH)),
         Peer("sglang-pair+align", _BOTH, "the same and moe_align_block_size", _sglang_pair_align, _judge_aligned),
         Peer("flashinfer-gemm", _GATE, "FlashInfer's tinygemm_bf16; bf16 logits", _flashinfer_gemm, _judge_bf16),

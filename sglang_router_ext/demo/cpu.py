@@ -146,8 +146,7 @@ def check_rows(layer: int, stock: Any, hooked: Any, hidden: torch.Tensor) -> Row
         found.append("ids are not the oracle's, in its order")
 
     native = stock.topk(hidden, plain)
-    given = reference.select(problem, plain, bias)
-    differences = compare(Result(None, native.topk_ids, native.topk_weights), given, problem, TABLE["warp_select"])
+    differences = compare(Result(plain, native.topk_ids, native.topk_weights), truth, problem, TABLE["host"])
 
     rounded = stock.topk(hidden, stock.gate(hidden)).topk_ids
     narrow = reference.select(problem, truth.logits, checkpoint.rounded(bias)).ids

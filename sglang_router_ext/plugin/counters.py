@@ -1,6 +1,6 @@
 """What really ran: calls by (stage, design, reason), counted in the process that runs the model and shown in three places.
 
-* one line in the log, after the first forwards and captures;
+* one line in the log, after the first forwards and captures; an error in the log if no layer is linked at all;
 * the Prometheus counter ``sglang_router_ext_calls_total{stage,design,reason}``, where prometheus_client is installed;
 * one status file a process, which ``read_live`` reads for ``sglang-router-ext doctor``.
 
@@ -30,6 +30,10 @@ HOST = "host"
 PERIOD_S = 2.0
 QUIET_S = 6.0
 LATEST_S = 120.0
+UNLINKED = (
+    "no MoE layer is linked: this model's router is SGLang's own (linked are models built on DeepseekV2MoE: DeepSeek V2 to V4,"
+    " GLM-5.x, Kimi K2 and K2.5, Hunyuan V4)"
+)
 
 
 class Path(NamedTuple):
@@ -71,6 +75,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity
     hooks: list[str]
     """Targets whose hook was proven live."""
+    linked: int
+    """MoE layers whose gate and selection are linked."""
     counts: list[Count]
     updated: float
     """Seconds since the epoch."""
@@ -78,6 +84,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 _lock = threading.Lock()
 _calls: dict[Path, int] = {}
+_linked = 0
 _announced: Status | None = None
 _reporter: threading.Thread | None = None
 
@@ -87,13 +94,16 @@ def count(stage: str, design: str, reason: str = "") -> None:
 
     Costs one dictionary update; everything else is the reporter's.
     """
-    global _reporter
     path = Path(stage, design, reason)
     with _lock:
         _calls[path] = _calls.get(path, 0) + 1
-        if _announced is not None and _reporter is None:
-            _reporter = threading.Thread(target=_report, name="router-ext-report", daemon=True)
-            _reporter.start()
+
+
+def link() -> None:
+    """Note one MoE layer whose gate and selection are linked."""
+    global _linked
+    with _lock:
+        _linked += 1
 
 
 def counts() -> list[Count]:
@@ -108,8 +118,10 @@ def _snapshot() -> dict[Path, int]:
 
 def reset() -> None:
     """Forget all counts; for tests and demonstrations."""
+    global _linked
     with _lock:
         _calls.clear()
+        _linked = 0
 
 
 def summary() -> str:
@@ -148,9 +160,12 @@ def directory() -> pathlib.Path:
     return pathlib.Path(tempfile.gettempdir()) / f"sglang-router-ext-{os.getuid()}"
 
 
-def announce(*, role: str, rank: int | None, gpu: str, backends: list[str], gate: str, sglang: str, hooks: list[str]) -> None:
-    """Make this process visible to ``read_live`` until it ends; a second call replaces the first."""
-    global _announced
+def announce(
+    *, role: str, rank: int | None, gpu: str, backends: list[str], gate: str, sglang: str, hooks: list[str], runs_models: bool
+) -> None:
+    """Make this process visible to ``read_live`` until it ends; a second call replaces the first. ``runs_models``: keep
+    reporting what its MoE layers do."""
+    global _announced, _reporter
     pid = os.getpid()
     identity = Identity(
         pid=pid,
@@ -164,8 +179,11 @@ def announce(*, role: str, rank: int | None, gpu: str, backends: list[str], gate
     )
     if _announced is None:
         atexit.register(_withdraw, pid)
-    _announced = Status(identity=identity, hooks=hooks, counts=[], updated=time.time())
+    _announced = Status(identity=identity, hooks=hooks, linked=0, counts=[], updated=time.time())
     _write(_announced)
+    if runs_models and _reporter is None:
+        _reporter = threading.Thread(target=_report, name="router-ext-report", daemon=True)
+        _reporter.start()
 
 
 def read_live() -> list[Status]:
@@ -207,7 +225,7 @@ def _is_private(folder: pathlib.Path) -> bool:
 
 def _write(announced: Status) -> None:
     """Write the status file: whole or not at all. A server does not fail because its temporary folder does."""
-    status = msgspec.structs.replace(announced, counts=counts(), updated=time.time())
+    status = msgspec.structs.replace(announced, linked=_linked, counts=counts(), updated=time.time())
     folder = directory()
     file = folder / f"{status.identity.pid}.json"
     try:
@@ -232,20 +250,24 @@ def _withdraw(pid: int) -> None:
 
 
 def _report() -> None:
-    """Keep Prometheus and the status file up to date, and log the summary once calls have become quiet. A thread of its own,
-    so that no forward waits for a file."""
-    started = changed = time.monotonic()
+    """Keep Prometheus and the status file up to date, and log the summary once calls have become quiet, or that the model has
+    no layer for us. A thread of its own, so that no forward waits for a file."""
+    began = first = changed = time.monotonic()
     exported: dict[Path, int] = {}
-    logged = False
+    logged = warned = False
     while (announced := _announced) is not None:
         now, current = time.monotonic(), _snapshot()
         if current != exported:
             _export(current, exported)
             _write(announced)
+            first = now if not exported else first
             exported, changed = current, now
-        if not logged and (now - changed >= QUIET_S or now - started >= LATEST_S):
+        if current and not logged and (now - changed >= QUIET_S or now - first >= LATEST_S):
             logger.info("sglang-router-ext: %s", summary())
             logged = True
+        if not warned and not _linked and now - began >= LATEST_S:
+            logger.error("sglang-router-ext: %s", UNLINKED)
+            warned = True
         time.sleep(PERIOD_S)
 
 

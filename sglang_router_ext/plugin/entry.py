@@ -76,10 +76,19 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     demand = demand_of(server_args)
     if demand:
         preflight.require(demand)
+        preflight.require_alike(demand, server_args.nnodes)
+        require_live(demand)
     original(server_args)
     if server_args.moe_runner_backend in BACKENDS:
         check_resolved(server_args)
     return None
+
+
+def require_live(demand: Demand) -> None:
+    """Every hook that plugins place while they load is in place; SystemExit if another plugin keeps one out."""
+    dead = [hook.target for hook in hooks.needed(where=hooks.EVERY_PROCESS) if not hooks.live(hook)]
+    if dead:
+        preflight.stop(demand, [f"hook {target}: not live, changed before by another plugin?" for target in dead])
 
 
 def check_resolved(server_args: Any) -> None:
@@ -131,4 +140,5 @@ def _announce(demand: Demand, role: str, ranks: Any) -> None:
         gate=demand.gate,
         sglang=preflight.sglang_version(),
         hooks=hooks.live_targets(),
+        runs_models=role in MODEL_ROLES,
     )

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from sglang_router_ext import settings
+from sglang_router_ext.arguments import VECTOR_BYTES
 from sglang_router_ext.choose import Choice
 from sglang_router_ext.contract import DTYPES, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
@@ -134,6 +135,10 @@ class Layer:
             return f"{_name(hidden.dtype)} hidden states on a {_name(gate.weight.dtype)} gate weight"
         if hidden.dim() != 2 or not hidden.is_contiguous():
             return "hidden states are not contiguous rows"
+        if not gate.weight.is_contiguous():
+            return "the gate's weight is not contiguous rows"
+        if hidden.data_ptr() % VECTOR_BYTES or gate.weight.data_ptr() % VECTOR_BYTES:
+            return f"hidden states or the gate's weight do not start on a {VECTOR_BYTES}-byte boundary"
         return self.request.executor.refuses(hidden)
 
     def _bind(self, weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor) -> tuple[Route, Choice]:
@@ -249,6 +254,7 @@ def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None =
         and config.output_format in standard
     )
     layer = Layer(request, config, refusal, selects)
+    counters.link()
     object.__setattr__(gate, LINK, layer)  # not Module's, which would look for parameters to register
     return layer
 

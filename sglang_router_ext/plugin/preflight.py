@@ -134,6 +134,16 @@ def require(demand: Demand) -> None:
         stop(demand, [finding for finding in findings if finding.blocks])
 
 
+def require_alike(demand: Demand, nodes: int) -> None:
+    """End the process where the ``nodes`` of one server could choose differently: near-ties would part the ranks of a layer.
+
+    The choice depends on the GPU's name, which nodes of one server share, and on what can be built, which they may not.
+    """
+    lost = unavailable() if nodes > 1 else {}
+    if lost:
+        stop(demand, [f"{nodes} nodes: every node must be able to build the kernels", *dict.fromkeys(lost.values())])
+
+
 @functools.cache
 def _check_here(demand: Demand) -> list[Finding]:
     findings = check(detect_gpu(), demand)

@@ -54,7 +54,14 @@ BREAKS: dict[str, tuple[Callable[[Result], object], str]] = {
     "an expert twice": (lambda r: r.ids[2].__setitem__(1, r.ids[2, 0]), "stands twice"),
     "padded row with an id": (set_item("ids", (ROWS - 1, 0), 3), "in a padded row, wanted -1"),
     "padded row with a weight": (set_item("weights", (ROWS - 1, 0), 0.1), "in a padded row, wanted 0"),
-    "weight off by 1e-4": (lambda r: r.weights[0].mul_(1 + 1e-4), r"weights\[0, 0\]"),
+    "weights off by 1e-4": (lambda r: r.weights[0, :4].mul_(1 + 1e-4), r"(?m)^weights\[0, 0\]"),
+    "weights just over their bound": (lambda r: r.weights[0, :4].mul_(1 + 18 * 2.0**-23), r"(?m)^weights\[0, 0\]"),
+    "weight above the scale": (set_item("weights", (0, 0), 1.1), r"(?m)^weights\[0, 0\]"),
+    "logits missing": (lambda r: r._replace(logits=None), "^logits: nothing"),
+    "ids missing": (lambda r: r._replace(ids=None), "^ids: nothing"),
+    "selection missing": (lambda r: r._replace(ids=None, weights=None), "^ids: nothing"),
+    "nothing at all": (lambda r: Result(), "^logits: nothing"),
+    "ids in another order": (lambda r: r.ids[0, :4].copy_(r.ids[0, :4].flip(0)), r"stands before"),
     "weight not finite": (set_item("weights", (0, 1), float("inf")), "not finite"),
     "shared slot with another id": (set_item("ids", (0, 4), 65), r"shared ids\[0, 0\]: 65"),
     "shared slot with another weight": (set_item("weights", (0, 4), 0.5), r"shared weights\[0, 0\]"),
@@ -80,11 +87,68 @@ def test_an_expert_with_a_lower_key_is_wrong_unless_it_is_a_near_tie() -> None:
     assert compare(worse, near, problem, design) == []
 
 
-def test_an_exact_tie_must_go_to_the_lower_id() -> None:
-    problem = Problem(experts=4, hidden=64, topk=1)
-    truth = reference.select(problem, torch.zeros(1, 4), torch.zeros(4))
-    higher = Result(None, torch.tensor([[2]], dtype=torch.int32), torch.ones(1, 1))
-    assert "expert 2 taken instead of 0" in compare(higher, truth, problem, TABLE["warp_select"])[0]
+@pytest.mark.parametrize(("gap", "wanted"), [(0.9, 0), (1.1, 1)])
+def test_a_key_may_be_missed_by_the_bounds_of_both_and_no_more(gap: float, wanted: int) -> None:
+    """Equal logits; the biases alone are apart, by a multiple of what both keys' bounds allow."""
+    problem = Problem(experts=3, hidden=64, topk=1)
+    allowed = 2 * (4 + 0.5) * 2.0**-23
+    truth = reference.select(problem, torch.zeros(1, 3), torch.tensor([gap * allowed, 0.0, -1.0]))
+    second = Result(None, torch.tensor([[1]], dtype=torch.int32), torch.ones(1, 1))
+    assert len(compare(second, truth, problem, TABLE["warp_select"])) == wanted
+
+
+INF, NAN = float("inf"), float("nan")
+TIES = {
+    "equal": ([0.5, 0.5], [1.0, 1.0]),
+    "NaN logits": ([NAN, NAN], [1.0, 2.0]),
+    "NaN biases": ([0.5, 0.7], [NAN, NAN]),
+    "infinite biases": ([0.5, 0.7], [INF, INF]),
+    "minus infinite biases": ([0.5, 0.7], [-INF, -INF]),
+    "scores of 1": ([40.0, 90.0], [1.0, 1.0]),
+    "scores of 0": ([-104.0, -INF], [1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_an_exact_tie_must_go_to_the_lower_id(name: str) -> None:
+    logits, bias = TIES[name]
+    for topk, higher_first in ((1, [1]), (2, [1, 0])):
+        problem = Problem(experts=2, hidden=64, topk=topk)
+        truth = reference.select(problem, torch.tensor([logits]), torch.tensor(bias))
+        weights = reference.weigh(problem, truth.scores, torch.tensor([higher_first])).float()
+        wrong = Result(None, torch.tensor([higher_first], dtype=torch.int32), weights)
+        found = compare(wrong, truth, problem, TABLE["warp_select"])
+        assert len(found) == 1
+        assert ("expert 1 taken instead of 0" if topk == 1 else "expert 1 stands before 0") in found[0]
+        right = Result(None, *reference.outputs(problem, truth))
+        assert compare(right, truth, problem, TABLE["warp_select"]) == []
+
+
+def test_sglang_s_own_selection_owes_no_order() -> None:
+    result, truth = right()
+    turned = result._replace(ids=result.ids.flip(1).roll(-1, 1), weights=result.weights.flip(1).roll(-1, 1))
+    assert compare(turned, truth, PROBLEM, TABLE["host"]) == []
+
+
+def test_a_selection_gets_no_cover_from_the_gate() -> None:
+    """A near-tie within the logit bound, and weights within it, are wrong where the logits that came say otherwise."""
+    problem = Problem(experts=3, hidden=4096, topk=1)
+    truth = reference.route(problem, torch.ones(1, 4096).bfloat16(), torch.zeros(3, 4096).bfloat16(), torch.zeros(3))
+    truth = truth._replace(magnitude=torch.full_like(truth.logits, 4096.0))
+    result = Result(torch.tensor([[0.0, 1e-3, 0.0]]), torch.tensor([[0]], dtype=torch.int32), torch.ones(1, 1))
+    assert "expert 0 taken instead of 1" in compare(result, truth, problem, TABLE["pair"])[0]
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.5, -0.5])
+def test_a_row_whose_scores_all_vanish_weighs_nothing(weight: float) -> None:
+    problem = Problem(experts=2, hidden=64, topk=2)
+    ids, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.full((1, 2), weight)
+    gone = reference.select(problem, torch.full((1, 2), -100.0), torch.zeros(2))
+    assert "weights[0, 0]" in compare(Result(None, ids, weights), gone, problem, TABLE["warp_select"])[0]
+    # About the smallest normal float either is right, but only as a share of the scale.
+    edge = reference.select(problem, torch.full((1, 2), -87.33), torch.zeros(2))
+    found = compare(Result(None, ids, weights), edge, problem, TABLE["warp_select"])
+    assert bool(found) == (weight != 0.25)
 
 
 def test_a_gate_is_allowed_its_additions_and_no_more() -> None:

@@ -37,6 +37,7 @@ def private(monkeypatch, tmp_path):
         gate="auto",
         sglang="0.5.23",
         hooks=["a", "b"],
+        runs_models=False,
     )
 
 
@@ -86,11 +87,26 @@ def test_the_summary_is_logged_once_and_the_status_follows(private, monkeypatch,
     for name, seconds in (("PERIOD_S", 0.01), ("QUIET_S", 0.05)):
         monkeypatch.setattr(counters, name, seconds)
     caplog.set_level(logging.INFO)
-    private()
+    counters.link()
+    private(runs_models=True)
     counters.count("gate", "pair")
     for _ in range(500):
         if "gate: pair x 1" in caplog.text:
             break
         counters.time.sleep(0.01)
     assert caplog.text.count("gate: pair x 1") == 1
-    assert counters.read_live()[0].counts == [counters.Count("gate", "pair", "", 1)]
+    (status,) = counters.read_live()
+    assert (status.linked, status.counts) == (1, [counters.Count("gate", "pair", "", 1)])
+    assert counters.UNLINKED not in caplog.text
+
+
+def test_a_model_without_a_layer_for_us_is_an_error_in_the_log(private, monkeypatch, caplog):
+    for name, seconds in (("PERIOD_S", 0.01), ("LATEST_S", 0.05)):
+        monkeypatch.setattr(counters, name, seconds)
+    private(runs_models=True)
+    for _ in range(500):
+        if counters.UNLINKED in caplog.text:
+            break
+        counters.time.sleep(0.01)
+    assert caplog.text.count(counters.UNLINKED) == 1
+    assert "no MoE layer ran" not in caplog.text

@@ -235,3 +235,18 @@ def test_hash_layers_and_image_biases_are_sglangs():
 
 def test_hooks_of_this_process_are_proven_live():
     assert {hook.target for hook in hooks.needed(where=hooks.SCHEDULER)} <= set(hooks.live_targets())
+
+
+def test_tensors_off_a_vector_boundary():
+    """SGLang's own path takes them, so a server must not stop at them."""
+    module, _ = build()
+    odd = torch.zeros(2 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(2, HIDDEN)
+    assert module(odd).shape == (2, EXPERTS)
+    assert "16-byte boundary" in reasons("gate")[0]
+
+
+def test_a_gate_weight_that_is_not_contiguous():
+    module, _ = build()
+    module.weight = torch.nn.Parameter(module.weight.t().contiguous().t())
+    module(rows_of(2))
+    assert reasons("gate") == ["the gate's weight is not contiguous rows"]

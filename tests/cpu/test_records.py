@@ -52,7 +52,7 @@ def check(design: str = "pair", *, source_hash: str = "", failures: int = 0) -> 
 
 
 def test_every_committed_line_fits_the_schema() -> None:
-    record.read_all()
+    assert record.read_all()
 
 
 def test_no_design_is_on_without_records_of_its_sources() -> None:

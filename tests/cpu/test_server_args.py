@@ -90,6 +90,12 @@ preflight.unavailable = dict
 preflight._check_here.cache_clear()
 seen["bf16"] = outcome(lambda: resolved(moe_runner_backend="router_ext"))
 seen["mxfp8"] = outcome(lambda: resolved(moe_runner_backend="router_ext", quantization="mxfp8"))
+preflight.require_alike = lambda demand, nodes: sys.exit(f"{demand} on {nodes}")
+seen["nodes"] = outcome(lambda: resolved(moe_runner_backend="router_ext", nnodes=2))
+preflight.require_alike = lambda demand, nodes: None
+live, hooks.live = hooks.live, lambda hook: False
+seen["kept out"] = outcome(lambda: resolved(moe_runner_backend="router_ext"))
+hooks.live = live
 seen["awq"] = outcome(lambda: resolved(moe_runner_backend="router_ext", quantization="awq"))
 
 # As a scheduler is told its role, in a process that has not been told one yet.
@@ -251,6 +257,11 @@ def test_experts_are_checked_before_a_process_is_spawned(seen):
     assert seen["awq"][0] == "UnsupportedExperts"
 
 
+def test_nodes_and_hooks_are_checked_before_a_process_is_spawned(seen):
+    assert seen["nodes"] == ["SystemExit", "router_ext on 2"]
+    assert "publish: not live" in seen["kept out"][1]
+
+
 # ------------------------------------------------------------------------------------------------ the scheduler
 
 
@@ -337,6 +348,14 @@ def test_a_changed_sglang_ends_a_process_that_asks_for_ours_and_no_other(monkeyp
         entry.register()
 
 
+def test_a_hook_that_another_plugin_keeps_out_stops_a_server(monkeypatch):
+    monkeypatch.setattr(hooks, "live", lambda hook: "publish" not in hook.target)
+    with pytest.raises(
+        SystemExit, match=r"cannot run router_ext here[^\n]*\n  hook sglang\.srt\.runtime_context\.publish: not live"
+    ):
+        entry.require_live(Demand(("router_ext",)))
+
+
 def test_what_is_asked_for(monkeypatch):
     assert not Demand.of_options(["auto", None], "auto")
     assert not Demand.of_options(["triton", "marlin"], "host")
@@ -370,6 +389,12 @@ def test_without_a_compiler_the_designs_in_cuda_are_taken_out(no_compiler):
     findings = preflight.check(H200, Demand(("router_ext_pair",)))
     assert {finding.subject for finding in findings} == {f"design {name}" for name in in_cuda}
     assert not any(finding.blocks for finding in findings)
+
+
+def test_several_nodes_must_all_be_able_to_build(no_compiler):
+    preflight.require_alike(Demand(("router_ext_pair",)), 1)
+    with pytest.raises(SystemExit, match=r"2 nodes: every node must be able to build the kernels\n  cannot be built: no nvcc"):
+        preflight.require_alike(Demand(("router_ext_pair",)), 2)
 
 
 def test_a_gate_that_is_named_must_be_there(no_compiler):
