@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -13,11 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperGroup
 
+from sglang_router_ext.bench.record import RecordError
 from sglang_router_ext.contract import ContractError, expect
 
 WIDTH = 160
 """Columns where the output is no terminal."""
 TICK_S = 5.0
+MAX_ROWS = 2**20
 
 
 class _Group(TyperGroup):
@@ -26,7 +29,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ContractError as error:
+        except (ContractError, RecordError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
 
@@ -56,10 +59,16 @@ def parse_rows(text: str) -> list[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        numeric = first.isdecimal() and (last.isdecimal() or not dash) and int(first) >= 1
-        expect(numeric, "rows", repr(text), "row counts of at least 1 as in 1,2,8-16")
+        numeric = first.isdecimal() and (last.isdecimal() or not dash)
+        fits = numeric and 1 <= int(first) <= int(last or first) <= MAX_ROWS
+        expect(fits, "rows", repr(text), f"row counts from 1 to {MAX_ROWS} as in 1,2,8-16")
         found.update(range(int(first), int(last or first) + 1))
     return sorted(found)
+
+
+def check_plot(plot: pathlib.Path | None) -> None:
+    """Refuse a file that could not be written, before the work that it is to show."""
+    expect(plot is None or plot.absolute().parent.is_dir(), "plot", plot, "a file in a folder that exists")
 
 
 def pick(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:

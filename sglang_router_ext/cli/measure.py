@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.cli.app import Ticker, app, console, parse_rows, pick, print_json
+from sglang_router_ext.cli.app import Ticker, app, check_plot, console, parse_rows, pick, print_json
 from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
@@ -64,13 +64,16 @@ def check(
         outcomes += mine
         if record:
             write([checks.summary(TABLE[name], mine, identity)])
+    judged = sum(not outcome.refused for outcome in outcomes)
     failed = any(outcome.failures for outcome in outcomes)
     if as_json:
         print_json([outcome._asdict() for outcome in outcomes])
     else:
         console().print(_check_table(outcomes, names))
         _print_reasons(outcomes)
-    raise typer.Exit(1 if failed else 0)
+    if not judged:
+        typer.echo("error: nothing was judged: every design refuses every check", err=True)
+    raise typer.Exit(1 if failed or not judged else 0)
 
 
 def _check_one(design: Design, todo: Sequence[Check], gpu: Gpu, seed: int) -> list[Outcome]:
@@ -150,6 +153,7 @@ def bench(
     """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = parse_rows(rows) if rows else None
+    check_plot(plot)
     if recorded:
         _show_recorded(recorded, [one.name for one in cases], counts, plot, as_json=as_json)
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -13,7 +15,21 @@ FP32_GATES = ("glm4_moe",)
 """Model types whose gate weight is fp32 whatever their ``config.json`` says."""
 SOFTMAX_DEFAULT = ("deepseek_v2",)
 """Model types that route by softmax, without a bias, unless they say otherwise."""
+UNLINKED = ("glm4_moe", "glm4_moe_lite", "kimi_k3", "kimi_linear")
+"""Model types of the DeepSeek-V3 kind that SGLang does not build on DeepseekV2MoE, so that the plugin does not reach them."""
 REQUIRED = ("n_routed_experts", "hidden_size", "num_experts_per_tok")
+
+
+def stock_backends() -> list[str]:
+    """SGLang's own values of ``--moe-runner-backend``, read from its source: importing it takes seconds."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = pathlib.Path(next(iter(spec.submodule_search_locations)), "srt/arg_groups/choices.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOE_RUNNER_BACKEND_CHOICES":
+            return ast.literal_eval(node.value)
+    raise RuntimeError("sglang: arg_groups/choices.py defines no MOE_RUNNER_BACKEND_CHOICES")
 
 
 def problem_of(model: str) -> Problem:
@@ -22,8 +38,17 @@ def problem_of(model: str) -> Problem:
     Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
     configuration is not of the DeepSeek-V3 kind.
     """
-    if model in CASES:
-        return CASES[model].problem
+    return CASES[model].problem if model in CASES else from_config(_read(model))
+
+
+def unlinked(model: str) -> str:
+    """Why the plugin does not reach the router of ``model``, as :func:`problem_of` takes it; "" where it does."""
+    config = {} if model in CASES else _read(model)
+    kind = (config.get("text_config") or config).get("model_type", "")
+    return f"{kind} has MoE modules of its own in SGLang, which the plugin does not link" if kind in UNLINKED else ""
+
+
+def _read(model: str) -> dict[str, Any]:
     path = pathlib.Path(model)
     file = path / "config.json" if path.is_dir() else path
     expect(file.is_file(), "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
@@ -31,7 +56,8 @@ def problem_of(model: str) -> Problem:
         config = json.loads(file.read_text())
     except ValueError as error:
         expect(False, "model", f"{file}: {error}", "JSON")
-    return from_config(config)
+    expect(isinstance(config, dict), "model", f"{file}: {type(config).__name__}", "a JSON object")
+    return config
 
 
 def from_config(config: dict[str, Any]) -> Problem:

@@ -120,7 +120,8 @@ def explain(
     """Say which designs run for a model at each row count, and why the others do not."""
     problem = models.problem_of(model)
     where, unavailable = (gpu_by_name(gpu), {}) if gpu else _this_gpu()
-    expect(backend in BACKENDS or not backend.startswith("router_ext"), "moe-runner-backend", backend, " | ".join(BACKENDS))
+    known = (*BACKENDS, *models.stock_backends())
+    expect(backend in known, "moe-runner-backend", backend, " | ".join(known))
     ours = backend if backend in BACKENDS else None
     asked = gate or settings.read().gate
     found = explain_rows(problem, where, ours, asked, parse_rows(rows) if rows else None, unavailable)
@@ -130,6 +131,9 @@ def explain(
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
     out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
+    note = models.unlinked(model)
+    if note:
+        out.print(f"note     {note}: SGLang's own router runs; below is what its shape would get", markup=False)
     table = Table(title="what runs", title_justify="left")
     for name in ("rows", "gate", "selection"):
         table.add_column(name)

@@ -51,7 +51,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def shift_between(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest difference of a log-probability. A token that one side does not list has at most its lowest listed value."""
+    """The largest difference of a log-probability; infinite where one is NaN. A token that one side does not list has at most
+    its lowest listed value."""
     floors = min(one.values()), min(other.values())
     shifts = [0.0]
     for token in one.keys() | other.keys():
@@ -61,11 +62,11 @@ def shift_between(one: dict[int, float], other: dict[int, float]) -> float:
             shifts.append(one[token] - floors[1])
         else:
             shifts.append(other[token] - floors[0])
-    return max(shifts)
+    return math.inf if any(math.isnan(shift) for shift in shifts) else max(shifts)
 
 
 def compare(one: Run, other: Run) -> Comparison:
-    """Sequence by sequence up to the first difference; ``other`` may have fewer sequences."""
+    """Sequence by sequence up to the first difference; one may have fewer sequences, as a smaller batch has."""
     found, largest, sequences = [], 0.0, min(len(one.tokens), len(other.tokens))
     for i in range(sequences):
         for step, (a, b) in enumerate(zip(one.tokens[i], other.tokens[i], strict=True)):

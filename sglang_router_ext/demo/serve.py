@@ -304,7 +304,9 @@ def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list
 
     def judge(what: str, one: Run, other: Run) -> Judged:
         found = compare(one, other)
-        return Judged(what, found, verdict(found, measure))
+        lost = len(other.tokens) != len(one.tokens)
+        against = [f"{len(other.tokens)} sequences came back instead of {len(one.tokens)}"] if lost else []
+        return Judged(what, found, against + verdict(found, measure))
 
     same = [judge(f"{OURS} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
     assert stock.changed is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -12,10 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sglang_router_ext import doctor
-from sglang_router_ext.bench import report
+from sglang_router_ext.bench import check, record, report
+from sglang_router_ext.bench.check import Outcome
 from sglang_router_ext.bench.clock import Timing
 from sglang_router_ext.bench.run import Line
-from sglang_router_ext.cli import app
+from sglang_router_ext.cli import app, measure
 from sglang_router_ext.cli.app import parse_rows
 from sglang_router_ext.cli.model import from_config
 from sglang_router_ext.cli.table import explain_rows
@@ -128,7 +130,14 @@ def test_configurations_of_other_kinds() -> None:
         (("check", "--design", "x"), "error: design: got x, allowed: pair | "),
         (("check", "--record", "--case", "kimi-k2"), "error: record: got a check of some cases only"),
         (("bench", "--case", "x"), "error: case: got x, allowed: glm-5.3-flash | "),
+        (
+            ("explain", "--model", "kimi-k2", "--gpu", "h200", "--moe-runner-backend", "tritonn"),
+            "error: moe-runner-backend: got tritonn, allowed: router_ext | router_ext_pair | auto | ",
+        ),
         (("bench", "--rows", "1,,2"), "error: rows: got '1,,2'"),
+        (("bench", "--rows", "8-1"), "error: rows: got '8-1'"),
+        (("bench", "--rows", "1-99999999999"), "error: rows: got '1-99999999999'"),
+        (("bench", "--recorded", "h200", "--plot", "no-such-folder/x.png"), "error: plot: got no-such-folder/x.png"),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], text: str) -> None:
@@ -138,9 +147,35 @@ def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], tex
     assert len(result.output.strip().splitlines()) == 1
 
 
+def test_a_broken_record_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "h200.jsonl").write_text("{\n")
+    monkeypatch.setattr(record, "read_all", functools.partial(record.read_all, tmp_path))
+    result = call("bench", "--recorded", "h200")
+    assert result.exit_code == 2
+    assert result.output.startswith("error: h200.jsonl")
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_check_that_judged_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = Outcome("a case", "a check", "pair", ["too large"], [])
+    monkeypatch.setattr(measure, "_this_gpu", lambda command: gpu_by_name("h200"))
+    monkeypatch.setattr(measure, "_check_one", lambda *arguments: [refused])
+    monkeypatch.setattr(check, "build_ahead", lambda *arguments: None)
+    result = call("check", "--design", "pair")
+    assert result.exit_code == 1
+    assert "nothing was judged" in result.output
+
+
+def test_a_model_that_is_not_linked_is_said_to_be(tmp_path: pathlib.Path) -> None:
+    for kind, said in (("glm4_moe", True), ("deepseek_v3", False)):
+        (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "model_type": kind}))
+        shown = call("explain", "--model", str(tmp_path), "--gpu", "h200").output
+        assert ("glm4_moe has MoE modules of its own" in shown) == said
+
+
 def test_rows_as_text() -> None:
     assert parse_rows("16, 1,3-5") == [1, 3, 4, 5, 16]
-    for text in ("", "0", "a", "-3", "1-", "2-x"):
+    for text in ("", "0", "a", "-3", "1-", "2-x", "8-1"):
         with pytest.raises(ContractError, match=r"^rows: "):
             parse_rows(text)
 

@@ -44,6 +44,11 @@ def test_a_shift_without_another_token_raises_the_yardstick() -> None:
     assert compare.yardstick([found, Comparison(4, [], 0.02)]) == Yardstick(0.0, pytest.approx(0.1))
 
 
+def test_a_log_probability_that_is_nan_counts_as_infinitely_far() -> None:
+    found = compare.compare(runs_of([1, 2]), runs_of([1, 2], second=float("nan")))
+    assert found.largest == float("inf")
+
+
 def differing(count: int, shift: float) -> Comparison:
     return Comparison(96, [Difference(i, 3, (1, 2), shift, 0.01) for i in range(count)], shift)
 
