@@ -1,0 +1,71 @@
+"""What Python decides about a launch, over every shape that the contract allows: nothing falls between the instances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_router_ext.arguments import check_gate, vector_rows
+from sglang_router_ext.bench import record
+from sglang_router_ext.bench.record import BenchRecord
+from sglang_router_ext.contract import ContractError
+from sglang_router_ext.designs import DESIGNS, TABLE
+from sglang_router_ext.gate.small_rows import CHUNK, MAX_SLICES, TUNED, config
+from sglang_router_ext.selection.warp_select import groups, vectorised
+
+HIDDEN = (*range(8, 1025, 8), 2688, 2880, 4096, 5120, 6144, 7168, 7176, 16384, TABLE["pair"].max_hidden or 0)
+PEER = {("gate",): "sglang-gemm", ("selection",): "sglang-topk", ("gate", "selection"): "sglang-pair"}
+
+
+def test_a_warp_has_lanes_for_every_expert() -> None:
+    for experts in range(1, (TABLE["warp_select"].max_experts or 0) + 1):
+        assert experts <= 128 * groups(experts) <= 1024
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 60, 128, 255, 256, 257, 288, 384, 1024])
+def test_every_gate_shape_has_a_division_that_covers_it(experts: int) -> None:
+    for hidden in HIDDEN:
+        found = config(experts, hidden)
+        chunks = -(-hidden // CHUNK)
+        assert 1 <= found.slices <= MAX_SLICES and found.slices <= chunks
+        assert found.warps * 32 <= 1024
+        if found.exact:  # one pass: no chunk is left and none is missing
+            assert hidden % CHUNK == 0 and found.warps * found.depth * found.slices == chunks
+
+
+def test_the_divisions_tuned_by_hand_are_exact() -> None:
+    for (_, hidden), found in TUNED.items():
+        assert found.exact and found.warps * found.depth * found.slices * CHUNK == hidden
+
+
+def test_vector_access_is_told_by_address_and_stride() -> None:
+    wide = torch.zeros(4, 40, dtype=torch.bfloat16)
+    assert vector_rows(wide) and vector_rows(wide[:, 8:]) and vector_rows(wide[1:])
+    assert not vector_rows(wide[:, 1:])
+    odd = torch.zeros(4, 41, dtype=torch.bfloat16)
+    assert not vector_rows(odd) and vector_rows(odd[:1])
+    logits = torch.zeros(4, 44)
+    assert vectorised(40, logits[:, :40]) and not vectorised(41, logits[:, :41]) and not vectorised(40, logits[:, 1:41])
+    assert not vectorised(40, torch.zeros(4, 41)[:, :40]) and vectorised(40, torch.zeros(4, 41)[:1, :40])
+
+
+def test_no_tensor_of_the_cpu_reaches_a_kernel() -> None:
+    with pytest.raises(ContractError, match=r"^hidden: got .*allowed: a CUDA tensor"):
+        check_gate("pair", torch.zeros(1, 64).bfloat16(), torch.zeros(8, 64).bfloat16())
+
+
+def test_bands_are_where_the_records_show_no_loss_to_sglang() -> None:
+    times = {
+        (line.gpu, line.case, line.rows, line.design, line.cache): line.median_us
+        for line in record.read_all()
+        if isinstance(line, BenchRecord)
+    }
+    judged = 0
+    for design in DESIGNS:
+        for gpu, bands in design.bands.items():
+            for (where, case, rows, name, cache), median_us in times.items():
+                if (where, name, cache) == (gpu, design.name, "cold") and any(rows in band for band in bands):
+                    peer = times.get((where, case, rows, PEER[design.stages], cache))
+                    judged += peer is not None
+                    assert peer is None or median_us < peer, f"{design.name} on {case} rows {rows}: {median_us}, {peer}"
+    assert judged > 50
