@@ -5,25 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import sglang_layer
 import torch
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 from sglang.srt.runtime_context import get_resources
 from sglang_layer import EXPERTS, HIDDEN, SCALE, TOPK, build, reasons, rows_of, truth_of
 
 from sglang_router_ext.plugin import layer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    with sglang_layer.on_the_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh(cpu):
-    with sglang_layer.fresh():
-        yield
 
 
 def call_of(module, hidden, logits, **changes):

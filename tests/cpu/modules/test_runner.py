@@ -8,7 +8,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import sglang_layer
 from sglang.srt.layers.moe import moe_runner, utils
 from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeRunnerConfig
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -17,18 +16,6 @@ from sglang.srt.runtime_context import get_exec, get_flags
 from sglang_router_ext.contract import KNOWN_GPUS, Gpu
 from sglang_router_ext.designs import BACKENDS
 from sglang_router_ext.plugin import preflight, runner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    with sglang_layer.on_the_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh(cpu):
-    with sglang_layer.fresh():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import sglang_layer
 import torch
 from sglang.srt.configs.shared_experts import SharedExpertsConfig
 from sglang.srt.layers.moe import topk, utils
@@ -18,18 +17,6 @@ from sglang_router_ext.designs import TABLE
 from sglang_router_ext.plugin import hooks, layer, reference_mode, runner
 
 FUSED = TABLE["pair"].rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cpu():
-    with sglang_layer.on_the_cpu():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh(cpu):
-    with sglang_layer.fresh():
-        yield
 
 
 @pytest.mark.parametrize(
