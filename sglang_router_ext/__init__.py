@@ -1,4 +1,4 @@
-"""sglang-router-ext: the MoE router of SGLang, in fewer and faster kernels.
+"""sglang-router-ext: the MoE router of SGLang, in faster kernels.
 
 Importing this package costs no torch and no CUDA: SGLang reads entry points in processes that never touch a GPU.
 Start at ``route.py`` (the whole path on one page) or ``designs.py`` (the one table of designs).

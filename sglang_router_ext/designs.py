@@ -218,7 +218,7 @@ class Backend(msgspec.Struct, frozen=True):
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("router_ext", "the fastest design that a record shows for this GPU and row count"),
+        Backend("router_ext", "designs that are on and that records show to beat SGLang's on this GPU at this row count"),
         Backend(
             "router_ext_pair",
             "the fused pair: a gate GEMM and one selection kernel",

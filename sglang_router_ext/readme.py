@@ -110,8 +110,16 @@ def _results_of(times: Sequence[BenchRecord]) -> str:
     runs = ", ".join(f"{run} ({time[:10]})" for run, time in dict.fromkeys((record.run, record.time) for record in times))
     title = f"**{first.case}** on {first.gpu}: {first.experts} experts, hidden {first.hidden}, top-{first.topk}; median"
     header = ("rows", "reading the weight", "SGLang", "fastest peer", "fastest of ours", "SGLang / ours")
-    text = f"{title} microseconds with a cold cache; runs {runs}.\n\n{table(header, lines)}"
+    versions = "; ".join(dict.fromkeys(_versions(record) for record in times))
+    text = f"{title} microseconds with a cold cache; {versions}; runs {runs}.\n\n{table(header, lines)}"
     return text + "".join(f"\n{note}\n" for note in notes)
+
+
+def _versions(record: BenchRecord) -> str:
+    """What it was measured with; without FlashInfer, the peers are SGLang's and PyTorch's alone."""
+    return ", ".join(
+        f"{name} {record.versions.get(name) or 'not installed'}" for name in ("sglang", "torch", "triton", "flashinfer")
+    )
 
 
 def _served(line: dict[str, Any]) -> str:
@@ -123,7 +131,8 @@ def _served(line: dict[str, Any]) -> str:
     shown = {"router, us a layer": _router}
     if all("clock_ms" in engine for engine in engines.values()):
         shown |= {"step on the GPU, us": _gpu_step, "step by the clock, ms": _clock_step}
-    title = f"Decode steps with {line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['weights']} weights)"
+    where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['weights']} weights)"
+    title = f"The router in decode steps with {where}"
     header = ("requests", *(f"{name}, {what}" for what in shown for name in engines))
     rows = [
         (size, *(show(engine, size) for show in shown.values() for engine in engines.values()))

@@ -65,7 +65,7 @@ def _table(title: str, here: Sequence[Line], stages: str) -> Table:
     table = Table(title=title, title_justify="left")
     names = [f"{design}*" if ours else design for design, ours in designs]
     for name in ("rows", FLOOR, *names, "best of ours", "best peer / ours", f"{HOST[stages]} / ours"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold", min_width=6)
     for rows in sorted({line.rows for line in group}):
         at = [line for line in group if line.rows == rows]
         mine = _fastest(at, ours=True)
@@ -109,7 +109,7 @@ def per_pass(lines: Sequence[Line]) -> list[str]:
         layers = CASES[case].layers
         if mine and host and layers:
             saved = (host.median_us - mine.median_us) * layers / 1000
-            found.append(f"{case}, {rows} rows, {layers} layers: {saved:+.3f} ms saved against {host.design} ({mine.design})")
+            found.append(f"{case}, rows {rows}, {layers} layers: {saved:+.3f} ms saved against {host.design} ({mine.design})")
     return found
 
 

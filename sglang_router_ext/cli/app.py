@@ -68,7 +68,8 @@ def parse_rows(text: str) -> list[int]:
 
 def check_plot(plot: pathlib.Path | None) -> None:
     """Refuse a file that could not be written, before the work that it is to show."""
-    expect(plot is None or plot.absolute().parent.is_dir(), "plot", plot, "a file in a folder that exists")
+    fits = plot is None or (plot.suffix == ".png" and plot.absolute().parent.is_dir() and not plot.is_dir())
+    expect(fits, "plot", plot, "a .png file in a folder that exists")
 
 
 def pick(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -103,7 +104,8 @@ class Ticker:
         now = time.monotonic()
         if always or (not self._console.is_terminal and (now - self._last >= TICK_S or self._done == self._total)):
             self._last = now
-            self.say(f"{self._what} {self._done} of {self._total} {text}".strip())
+            count = "" if self._total is None else f" {self._done} of {self._total}"
+            self.say(f"{self._what}{count} {text}".strip())
 
     def say(self, text: str) -> None:
         self._console.print(f"[{time.monotonic() - self._start:7.1f} s] {text}", markup=False, soft_wrap=True)

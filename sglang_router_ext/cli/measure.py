@@ -154,15 +154,17 @@ def bench(
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = parse_rows(rows) if rows else None
     check_plot(plot)
+    asked = [name for name, wanted in (("cold", cold), ("warm", warm)) if wanted]
     if recorded:
-        _show_recorded(recorded, [one.name for one in cases], counts, plot, as_json=as_json)
+        expect(not record, "record", "what is on record already", "one of --record and --recorded")
+        _show_recorded(recorded, [one.name for one in cases], counts, asked, plot, as_json=as_json)
         return
     gpu = _this_gpu("bench")
     from sglang_router_ext.bench import clock, report, run
     from sglang_router_ext.bench.record import new_run, write
 
     counts = counts or list(run.DEFAULT_ROWS)
-    caches = [name for name, asked in (("cold", cold), ("warm", warm)) if asked] or list(run.CACHES)
+    caches = asked or list(run.CACHES)
     identity = new_run(gpu.name)
     lines: list[Line] = []
     lost: list[str] = []
@@ -194,13 +196,23 @@ def bench(
 
 
 def _show_recorded(
-    name: str, cases: Sequence[str], counts: Sequence[int] | None, plot: pathlib.Path | None, *, as_json: bool
+    name: str,
+    cases: Sequence[str],
+    counts: Sequence[int] | None,
+    caches: Sequence[str],
+    plot: pathlib.Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     from sglang_router_ext.bench import report, run
     from sglang_router_ext.bench.record import read_all
 
     gpu = gpu_by_name(name)
-    lines = [line for line in run.recorded(read_all(), gpu.name, cases) if counts is None or line.rows in counts]
+    lines = [
+        line
+        for line in run.recorded(read_all(), gpu.name, cases)
+        if (counts is None or line.rows in counts) and (not caches or line.cache in caches)
+    ]
     expect(bool(lines), "recorded", f"{name}, {', '.join(cases)}", "a GPU, cases and rows that stand in the records")
     if as_json:
         print_json({"gpu": gpu, "lines": lines})

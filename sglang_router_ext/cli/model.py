@@ -56,7 +56,8 @@ def _read(model: str) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except ValueError as error:
         expect(False, "model", f"{file}: {error}", "JSON")
-    expect(isinstance(config, dict), "model", f"{file}: {type(config).__name__}", "a JSON object")
+    inner = config.get("text_config") or {} if isinstance(config, dict) else None
+    expect(isinstance(inner, dict), "model", f"{file}: {str(config)[:40]}", "a JSON object, and so its text_config")
     return config
 
 

@@ -25,7 +25,7 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
         return
     table = Table(title="designs", title_justify="left")
     for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for design in DESIGNS:
         archs = "any" if design.archs is None else ", ".join(f"sm_{arch}" for arch in design.archs)
         bands = "; ".join(f"{gpu}: {', '.join(map(str, rows))}" for gpu, rows in design.bands.items()) or "-"

@@ -156,7 +156,7 @@ def _check_here(demand: Demand) -> list[Finding]:
 def stop(demand: Demand, reasons: list[Finding] | list[str]) -> None:
     """SystemExit and nothing weaker: SGLang catches every Exception of a plugin and starts without it."""
     lines = "".join(f"\n  {reason}" for reason in reasons)
-    raise SystemExit(f"sglang-router-ext cannot run {demand} here (SGLANG_ROUTER_EXT=0 turns the plugin off):{lines}")
+    raise SystemExit(f"sglang-router-ext cannot run {demand} here; leave it out to run stock:{lines}")
 
 
 def sglang_version() -> str:

@@ -138,6 +138,8 @@ def test_configurations_of_other_kinds() -> None:
         (("bench", "--rows", "8-1"), "error: rows: got '8-1'"),
         (("bench", "--rows", "1-99999999999"), "error: rows: got '1-99999999999'"),
         (("bench", "--recorded", "h200", "--plot", "no-such-folder/x.png"), "error: plot: got no-such-folder/x.png"),
+        (("bench", "--recorded", "h200", "--plot", "x.txt"), "error: plot: got x.txt, allowed: a .png file"),
+        (("bench", "--recorded", "h200", "--record"), "error: record: got what is on record already"),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], text: str) -> None:
@@ -171,6 +173,19 @@ def test_a_model_that_is_not_linked_is_said_to_be(tmp_path: pathlib.Path) -> Non
         (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "model_type": kind}))
         shown = call("explain", "--model", str(tmp_path), "--gpu", "h200").output
         assert ("glm4_moe has MoE modules of its own" in shown) == said
+
+
+@pytest.mark.parametrize("config", [[], "text", {"text_config": 5}])
+def test_a_configuration_of_the_wrong_form_is_refused(tmp_path: pathlib.Path, config: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = call("explain", "--model", str(tmp_path), "--gpu", "h200")
+    assert result.exit_code == 2
+    assert result.output.startswith("error: model: ")
+
+
+def test_recorded_times_of_one_cache_alone() -> None:
+    found = call_json("bench", "--recorded", "h200", "--rows", "1", "--warm")["lines"]
+    assert {line["cache"] for line in found} == {"warm"}
 
 
 def test_rows_as_text() -> None:
@@ -216,7 +231,7 @@ def test_a_report_ranks_and_relates() -> None:
     assert cells["best peer / ours"] == ["1.50x"]  # the aligned pair does more and is not raced
     assert cells["sglang-pair / ours"] == ["1.50x"]
     assert report.headline(LINES) == "glm-5.3-flash rows 1 cold: pair 4.00 us, sglang-pair 6.00 us, floor-read 2.80 us"
-    assert report.per_pass(LINES) == ["glm-5.3-flash, 1 rows, 42 layers: +0.084 ms saved against sglang-pair (pair)"]
+    assert report.per_pass(LINES) == ["glm-5.3-flash, rows 1, 42 layers: +0.084 ms saved against sglang-pair (pair)"]
 
 
 def test_what_has_no_time_is_said() -> None:
