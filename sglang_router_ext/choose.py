@@ -25,8 +25,7 @@ def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, nam
     if gpu is None:
         found.append("no CUDA GPU")
     elif design.archs is not None:
-        archs = ", ".join(f"sm_{arch}" for arch in design.archs)
-        refuse(gpu.arch not in design.archs, f"sm_{gpu.arch}: built for {archs}")
+        refuse(gpu.arch not in design.archs, f"sm_{gpu.arch}: built for {design.archs_text}")
     refuse(rows not in design.rows, f"{rows} rows: takes {design.rows}")
     if design.max_experts is not None:
         refuse(problem.experts > design.max_experts, f"{problem.experts} experts: takes at most {design.max_experts}")

@@ -77,6 +77,15 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"design {self.name}: status: got {self.status}, allowed: on | trial")
 
     @property
+    def compiled(self) -> bool:
+        """Holds CUDA C++, so that it needs a compiler before it runs."""
+        return any(source.endswith(".cuh") for source in self.sources)
+
+    @property
+    def archs_text(self) -> str:
+        return "any" if self.archs is None else ", ".join(f"sm_{arch}" for arch in self.archs)
+
+    @property
     def source_hash(self) -> str:
         """SHA-256 over the sources' names and bytes, 16 hex digits; "" where a design has no source of its own."""
         return source_hash(self.sources)

@@ -38,8 +38,7 @@ def examine() -> Iterator[Finding]:
     yield from _machine()
     yield _toolchain()
     yield from _records()
-    entry = _entry_point()
-    yield entry
+    yield _entry_point()
     yield from _plugin()
     yield from _live()
 

@@ -14,14 +14,21 @@ from typing import Any
 import msgspec
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, Record, current_hash, read_all
+from sglang_router_ext.bench.record import (
+    FLOOR,
+    HOST,
+    NOT_RACED,
+    ROUTER,
+    BenchRecord,
+    CheckRecord,
+    OtherRecord,
+    Record,
+    current_hash,
+    read_all,
+)
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
-ROUTER = "gate+selection"
-FLOOR, HOST = "floor-read", "sglang-pair"
-NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
-"""Peers that do more than the router, or with bf16 logits."""
 SERVED = "served"
 """Kind of a record that ``demo --record`` writes."""
 MARK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -41,7 +48,7 @@ def designs() -> str:
                 f"`{design.name}`",
                 " + ".join(design.stages),
                 design.status,
-                "any" if design.archs is None else ", ".join(f"sm_{arch}" for arch in design.archs),
+                design.archs_text,
                 str(design.rows),
                 design.what,
             )
@@ -101,7 +108,7 @@ def _results_of(times: Sequence[BenchRecord]) -> str:
         here = [record for record in times if record.rows == rows]
         ours = _fastest(record for record in here if is_ours(record))
         peer = _fastest(record for record in here if not is_ours(record) and record.stages == ROUTER)
-        host = _fastest(record for record in here if record.design == HOST)
+        host = _fastest(record for record in here if record.design == HOST[ROUTER])
         floor = _fastest(record for record in here if record.design == FLOOR)
         gain = f"{host.median_us / ours.median_us:.2f}x" if host and ours else "-"
         lines.append((str(rows), _time(floor), _time(host), _named(peer), _named(ours), gain))

@@ -188,8 +188,7 @@ def build_ahead(
     jobs: dict[tuple[Any, ...], Callable[[], object]] = {}
     for check in checks:
         for design in designs:
-            compiled = any(source.endswith(".cuh") for source in design.sources)
-            if compiled and not reasons(design, check.problem, 1, gpu) and check.kind in ("random", "odd-strides"):
+            if design.compiled and not reasons(design, check.problem, 1, gpu) and check.kind in ("random", "odd-strides"):
                 shape = (check.problem.experts, check.problem.hidden if "gate" in design.stages else 0)
                 kind = check.kind if KINDS[check.kind].concerns(design.stages) else "random"
                 one = msgspec.structs.replace(check, rows=1, kind=kind)

@@ -23,14 +23,14 @@ LIBRARIES = {
 """Import name -> distribution name."""
 
 
-def gpu() -> Gpu | None:
-    """The current CUDA device, or None. Imports torch."""
+def gpu(index: int | None = None) -> Gpu | None:
+    """The CUDA GPU ``index`` (None: the current one), or None where there is none. AMD's do not count. Imports torch."""
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability()
-    return Gpu(torch.cuda.get_device_name(), 10 * major + minor)
+    major, minor = torch.cuda.get_device_capability(index)
+    return Gpu(torch.cuda.get_device_name(index), 10 * major + minor)
 
 
 def versions() -> dict[str, str | None]:

@@ -21,6 +21,12 @@ from sglang_router_ext.bench import machine
 from sglang_router_ext.designs import DESIGNS, PACKAGE, Design, source_hash
 
 DIRECTORY = PACKAGE / "records"
+ROUTER = "gate+selection"
+FLOOR = "floor-read"
+HOST = {"gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
+"""What SGLang runs, per group of stages."""
+NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
+"""Peers that are shown but not raced: one does more than its stages, the other's logits are bf16."""
 
 
 class RecordError(ValueError):

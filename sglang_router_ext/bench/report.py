@@ -9,15 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, ROUTER
 from sglang_router_ext.bench.run import Line
 
 GROUPS = {"gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
-ROUTER = "gate+selection"
-FLOOR = "floor-read"
-HOST = {"gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
-"""What SGLang runs, per group of stages."""
-NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
-"""Peers that are shown but not raced: one does more than its stages, the other's logits are bf16."""
 
 
 def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:

@@ -179,7 +179,7 @@ def build_ahead(case: Case, gpu: Gpu | None, device: torch.device | str, say: Ca
     """Build the CUDA C++ that :func:`measure` launches for ``case``, several at a time. Errors wait for the measurement."""
     batch = Batch.make(case, BUILD_ROWS, device)
     fields = {"case": case.name, "rows": BUILD_ROWS, "cache": CACHES[0]}
-    compiled = {design.name for design in DESIGNS if any(source.endswith(".cuh") for source in design.sources)}
+    compiled = {design.name for design in DESIGNS if design.compiled}
     entries = [entry for entry in (*_ours(batch, gpu, fields), *_theirs(batch, fields)) if isinstance(entry, _Candidate)]
     run_at_once([entry.variant.call for entry in entries if entry.line.design in {*compiled, *COMPILED_PEERS}], say)
 

@@ -27,14 +27,13 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
     for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
         table.add_column(name, overflow="fold")
     for design in DESIGNS:
-        archs = "any" if design.archs is None else ", ".join(f"sm_{arch}" for arch in design.archs)
         bands = "; ".join(f"{gpu}: {', '.join(map(str, rows))}" for gpu, rows in design.bands.items()) or "-"
         stable = "yes" if design.row_stable else "no"
         table.add_row(
             design.name,
             "+".join(design.stages),
             design.status,
-            archs,
+            design.archs_text,
             str(design.rows),
             _limits(design),
             stable,
@@ -67,10 +66,6 @@ class Explanation(msgspec.Struct, frozen=True):
 
     rows: Rows
     choice: Choice
-
-
-def _span(rows: Rows) -> str:
-    return str(rows.first) if rows.first == rows.last else str(rows)
 
 
 def explain_rows(
@@ -138,7 +133,7 @@ def explain(
     for name in ("rows", "gate", "selection"):
         table.add_column(name)
     for entry in found:
-        table.add_row(_span(entry.rows), entry.choice.gate, entry.choice.selection)
+        table.add_row(str(entry.rows), entry.choice.gate, entry.choice.selection)
     out.print(table)
     out.print("host: SGLang's own path")
     losers = Table(title="why others do not", title_justify="left")
@@ -148,7 +143,7 @@ def explain(
         texts: dict[str, list[str]] = {}
         for entry in found:
             if design.name in entry.choice.losers:
-                texts.setdefault("; ".join(entry.choice.losers[design.name]), []).append(_span(entry.rows))
+                texts.setdefault("; ".join(entry.choice.losers[design.name]), []).append(str(entry.rows))
         for text, where_rows in texts.items():
             losers.add_row(design.name, ", ".join(where_rows), text)
     out.print(losers)

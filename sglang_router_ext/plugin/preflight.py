@@ -16,6 +16,7 @@ import sys
 import msgspec
 
 from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.bench import machine
 from sglang_router_ext.contract import Gpu, expect
 from sglang_router_ext.designs import BACKENDS, TABLE, Design
 from sglang_router_ext.plugin import hooks
@@ -85,13 +86,8 @@ class Demand(msgspec.Struct, frozen=True):
 
 @functools.cache
 def detect_gpu(index: int | None = None) -> Gpu | None:
-    """The CUDA GPU ``index`` (None: the first) as the table sees it; None where there is none. AMD's do not count."""
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(index or 0)
-    return Gpu(properties.name, 10 * properties.major + properties.minor)
+    """The CUDA GPU ``index`` (None: the first) as the table sees it, looked up once; None where there is none."""
+    return machine.gpu(index or 0)
 
 
 @functools.cache
@@ -102,7 +98,7 @@ def unavailable() -> dict[str, str]:
     try:
         build.find_toolchain()
     except build.BuildError as error:
-        return {d.name: f"cannot be built: {error}" for d in TABLE.values() if any(s.endswith(".cuh") for s in d.sources)}
+        return {d.name: f"cannot be built: {error}" for d in TABLE.values() if d.compiled}
     return {}
 
 
@@ -187,5 +183,5 @@ def _missing_api() -> list[Finding]:
 def _lost(design: Design, gpu: Gpu | None) -> str | None:
     """Why ``design`` cannot run on ``gpu`` on this machine, whatever the layer, or None."""
     if design.archs is not None and gpu is not None and gpu.arch not in design.archs:
-        return f"sm_{gpu.arch}: built for {', '.join(f'sm_{arch}' for arch in design.archs)}"
+        return f"sm_{gpu.arch}: built for {design.archs_text}"
     return unavailable().get(design.name)

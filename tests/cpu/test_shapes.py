@@ -14,7 +14,6 @@ from sglang_router_ext.gate.small_rows import CHUNK, MAX_SLICES, TUNED, config
 from sglang_router_ext.selection.warp_select import groups, vectorised
 
 HIDDEN = (*range(8, 1025, 8), 2688, 2880, 4096, 5120, 6144, 7168, 7176, 16384, TABLE["pair"].max_hidden or 0)
-PEER = {("gate",): "sglang-gemm", ("selection",): "sglang-topk", ("gate", "selection"): "sglang-pair"}
 
 
 def test_a_warp_has_lanes_for_every_expert() -> None:
@@ -65,7 +64,7 @@ def test_bands_are_where_the_records_show_no_loss_to_sglang() -> None:
         for gpu, bands in design.bands.items():
             for (where, case, rows, name, cache), median_us in times.items():
                 if (where, name, cache) == (gpu, design.name, "cold") and any(rows in band for band in bands):
-                    peer = times.get((where, case, rows, PEER[design.stages], cache))
+                    peer = times.get((where, case, rows, record.HOST["+".join(design.stages)], cache))
                     judged += peer is not None
                     assert peer is None or median_us < peer, f"{design.name} on {case} rows {rows}: {median_us}, {peer}"
     assert judged > 50
