@@ -46,8 +46,6 @@ def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, nam
             refuse(
                 problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
             )
-        if design.max_scale is not None:
-            refuse(problem.scale >= design.max_scale, f"scale {problem.scale:g}: takes scales below {design.max_scale:g}")
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
         refuse(not problem.bias, "no selection bias: takes routers with one")
         refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")

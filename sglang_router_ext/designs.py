@@ -54,8 +54,6 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     max_topk: int | None = None
     hidden_multiple: int = 1
     max_hidden: int | None = None
-    max_scale: float | None = None
-    """Scales from here on are refused: ``scale / sum`` of scores about 2^-126 would overflow."""
     scores: tuple[str, ...] = ("sigmoid",)
     weight_dtypes: tuple[str, ...] = ("bfloat16",)
     rows: Rows = Rows(1)
@@ -113,7 +111,6 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         max_topk=32,
-        max_scale=4.0,
         hidden_multiple=8,
         max_hidden=65536,
         rows=Rows(1, 16),
@@ -169,7 +166,6 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         max_topk=32,
-        max_scale=4.0,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
         status="on",

@@ -362,6 +362,7 @@ def odd_checks() -> Iterator[Check]:
         hidden = (8, 40)[place % 2]
         problems += [Problem(experts=experts, hidden=hidden, topk=topk, scale=2.5) for topk in sorted(chosen)]
     problems.append(Problem(experts=288, hidden=40, topk=8, renormalize=False, scale=2.5))
+    problems.append(Problem(experts=60, hidden=40, topk=8, scale=1000.0))
     problems += [
         Problem(experts=60, hidden=40, topk=topk, shared=shared, scale=2.5) for topk, shared in ((6, 2), (8, 1), (31, 1))
     ]

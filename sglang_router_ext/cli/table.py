@@ -54,7 +54,6 @@ def _limits(design: Design) -> str:
     parts = [
         "" if design.max_experts is None else f"experts <= {design.max_experts}",
         "" if design.max_topk is None else f"top-k <= {design.max_topk}",
-        "" if design.max_scale is None else f"scale < {design.max_scale:g}",
         "" if design.hidden_multiple == 1 else f"hidden in {design.hidden_multiple}s",
         "" if design.max_hidden is None else f"hidden <= {design.max_hidden}",
     ]

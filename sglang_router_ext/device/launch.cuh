@@ -1,4 +1,4 @@
-// Programmatic dependent launch (PDL), the launch itself, and 16-byte loads; the only place that knows these.
+// Programmatic dependent launch (PDL), the launch itself, and special loads and stores; the only place that knows these.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,6 +45,16 @@ __device__ __forceinline__ uint4 load_shared_by_grids(const void* address) {
                : "l"(address)
                : "memory");
   return value;
+}
+
+// Stores under a predicate. Into a branch the compiler would move all that only the store needs, where it comes late.
+template <typename T>
+__device__ __forceinline__ void store_if(bool condition, T* address, T value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.b32 [%1], %2;\n}" ::"r"(static_cast<int>(condition)),
+               "l"(address),
+               "r"(reinterpret_cast<const uint32_t&>(value))
+               : "memory");
 }
 
 inline cudaStream_t stream_of(const TensorView& tensor) {

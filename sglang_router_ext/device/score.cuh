@@ -5,6 +5,13 @@ namespace rx {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
+// 1 / x, relative error below 2^-23; infinity for 0 and for what is below 2^-126.
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // 1 / (1 + exp(-logit)) to rank with: absolute error below 2 * 2^-23, which is what a key needs. NaN stays NaN.
 __device__ __forceinline__ float sigmoid_to_rank(float logit) {
   float power, score;

@@ -8,11 +8,11 @@
 
 namespace rx {
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, int kGroups, int kSlices, bool kVector>
+template <int kWarps, int kTiles, int kDepth, bool kExact, int kSlices, int kGroups, bool kVector>
 struct Pair {
   // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, bias [experts] fp32, num_token_non_padded [1] int32 or empty;
-  // written: sums [slices, rows, experts up to whole blocks] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots]
-  // int32, weights [rows, slots] fp32; slots is topk and the shared experts
+  // written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32,
+  // weights [rows, slots] fp32; slots is topk and the shared experts
   static void run(
       TensorView hidden,
       TensorView weight,
@@ -29,15 +29,14 @@ struct Pair {
     const cudaStream_t stream = stream_of(hidden);
     SmallRowsParams gate = small_rows_params(hidden, weight);
     gate.out = static_cast<float*>(sums.data_ptr());
-    gate.out_stride = sums.stride(1);
-    gate.slice_stride = sums.stride(0);
+    gate.out_stride = kSlices * 128 * kGroups;
+    gate.slice_stride = 128 * kGroups;
     launch_small_rows<kWarps, kTiles, kDepth, kExact, false>(gate, kSlices, stream);
 
     WarpSelectParams select =
         warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     select.logits = gate.out;
     select.row_stride = gate.out_stride;
-    select.slice_stride = static_cast<int>(gate.slice_stride);
     select.logits_out = static_cast<float*>(logits.data_ptr());
     launch_warp_select<kGroups, kSlices, kVector>(select, stream);
   }

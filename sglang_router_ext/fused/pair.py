@@ -8,7 +8,7 @@ from sglang_router_ext import build
 from sglang_router_ext.arguments import check_gate, check_selection
 from sglang_router_ext.contract import Problem, expect
 from sglang_router_ext.gate.small_rows import config
-from sglang_router_ext.selection.warp_select import outputs, scalars, template, vectorised
+from sglang_router_ext.selection.warp_select import groups, outputs, scalars, template, vectorised
 
 HEADER = "fused/pair.cuh"
 
@@ -16,8 +16,7 @@ HEADER = "fused/pair.cuh"
 def instance(experts: int, hidden: int, vector: bool) -> str:
     """The C++ instance that serves a shape."""
     split = config(experts, hidden)
-    groups, vector_flag = template(experts, vector).split(", ")
-    return f"Pair<{split.template}, {groups}, {split.slices}, {vector_flag}>"
+    return f"Pair<{split.template}, {split.slices}, {template(experts, vector)}>"
 
 
 def pair(
@@ -36,8 +35,7 @@ def pair(
     check_selection("pair", problem, None, bias, num_token_non_padded, hidden.device)
     rows, experts, device = len(hidden), problem.experts, hidden.device
     split = config(experts, problem.hidden)
-    columns = -(-experts // split.padded) * split.padded
-    sums = torch.empty((split.slices, rows, columns), dtype=torch.float32, device=device)
+    sums = torch.empty((rows, split.slices, 128 * groups(experts)), dtype=torch.float32, device=device)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded

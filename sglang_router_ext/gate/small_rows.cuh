@@ -2,7 +2,7 @@
 //
 // A block owns 8 * kTiles experts and one of kSlices slices of K; its kWarps warps split the slice. Grid: (experts, slices).
 //   registers   each lane holds 16-byte pieces of 8 experts and of the rows; nothing of the operands goes through shared memory
-//   shared      [kWarps][8 or 16][8 * kTiles] fp32: one partial tile per warp, added in warp order by one thread per logit
+//   shared      [kWarps][8 or 16][8 * kTiles] fp32: one partial tile per warp, added up by up to four lanes per logit
 //   cluster     (kCluster) the slices of a tile are one cluster; slices 1.. send their sums to slice 0 with st.async
 // The order of additions depends on (experts, hidden) alone, so a row's logits are bitwise the same in every batch.
 //
@@ -17,8 +17,8 @@ namespace rx {
 struct SmallRowsParams {
   const __nv_bfloat16* hidden;  // [rows, hidden]
   const __nv_bfloat16* weight;  // [experts, hidden]
-  float* out;                   // kCluster: logits [rows, experts]; else sums of one slice each [slices, rows, experts]
-  int64_t hidden_stride, weight_stride, out_stride, slice_stride;  // elements
+  float* out;                   // kCluster: logits [rows, experts]; else sums of one slice each [rows, slices, experts]
+  int hidden_stride, weight_stride, out_stride, slice_stride;  // elements
   int rows, experts;
   int vectors;  // 16-byte pieces of one row: hidden / 8
 };
@@ -38,9 +38,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // out every bound on K; a cold GPU fetches the instructions from memory too. kTall: more than 8 rows.
 template <int kWarps, int kTiles, int kDepth, bool kExact, bool kTall, bool kCluster>
 __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
-  constexpr int kHalves = kTall ? 2 : 1, kRows = 8 * kHalves, kExperts = 8 * kTiles, kThreads = kWarps * kWarp;
-  __shared__ float partial[kWarps][kRows][kExperts];
-  __shared__ float arrived[kCluster ? 8 : 1][kRows * kExperts];
+  constexpr int kHalves = kTall ? 2 : 1, kExperts = 8 * kTiles, kLogits = 8 * kHalves * kExperts, kThreads = kWarps * kWarp;
+  static_assert(kLogits <= kThreads, "a thread adds up one logit at most");
+  constexpr int kLanes = 4 * kLogits <= kThreads ? 4 : 2 * kLogits <= kThreads ? 2 : 1;  // per logit
+  __shared__ float partial[kWarps][kLogits + 8];  // 8: the lanes of a logit read from different banks
+  __shared__ float arrived[kCluster ? 8 : 1][kLogits];
   __shared__ alignas(8) uint64_t barrier;
 
   const int warp = threadIdx.x / kWarp, group = threadIdx.x % kWarp / 4, lane = threadIdx.x % 4;
@@ -60,7 +62,7 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int expert = min(first_expert + tile * 8 + group, params.experts - 1);
-    weight_row[tile] = params.weight + expert * params.weight_stride + (begin + lane) * 8;
+    weight_row[tile] = params.weight + static_cast<int64_t>(expert) * params.weight_stride + (begin + lane) * 8;
   }
   auto load_weight = [&](int done) {  // `done` pieces of this lane's lie behind
 #pragma unroll
@@ -78,7 +80,8 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
   const __nv_bfloat16* hidden_row[kHalves];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    hidden_row[half] = params.hidden + min(group + 8 * half, params.rows - 1) * params.hidden_stride + (begin + lane) * 8;
+    const int row = min(group + 8 * half, params.rows - 1);
+    hidden_row[half] = params.hidden + static_cast<int64_t>(row) * params.hidden_stride + (begin + lane) * 8;
   }
 
   if constexpr (kCluster) {
@@ -126,28 +129,40 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
 
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const int column = tile * 8 + lane * 2;
-    *reinterpret_cast<float2*>(&partial[warp][group][column]) =
+    const int at = group * kExperts + tile * 8 + lane * 2;
+    *reinterpret_cast<float2*>(&partial[warp][at]) =
         make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
     if constexpr (kTall) {
-      *reinterpret_cast<float2*>(&partial[warp][group + 8][column]) =
+      *reinterpret_cast<float2*>(&partial[warp][at + 8 * kExperts]) =
           make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
     }
   }
   __syncthreads();
   if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
-  static_assert(kRows * kExperts <= kThreads, "one thread adds up one logit");
-  const int r = threadIdx.x / kExperts, column = threadIdx.x % kExperts, expert = first_expert + column;
-  if (r >= params.rows) return;
-  float sums[4] = {};  // four, since additions to one would wait for one another
+  // Four running sums, of the warps 4 i + {0..3}, shared out to the lanes of a logit.
+  const int logits = params.rows * kExperts, logit = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
+  if (warp * (kWarp / kLanes) >= logits) return;
+  constexpr int kSums = 4 / kLanes;
+  float sums[kSums] = {};
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) sums[w % 4] += partial[w][r][column];
-  float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int w = 0; w < kWarps; w += 4) {
+#pragma unroll
+    for (int c = 0; c < kSums; ++c) {
+      const int from = w + part * kSums + c;
+      if (kWarps % 4 == 0 || from < kWarps) sums[c] += partial[from][logit];
+    }
+  }
+  float total = kLanes == 4 ? sums[0] : sums[0] + sums[1 % kSums];
+  if constexpr (kLanes == 1) total += sums[2] + sums[3];
+#pragma unroll
+  for (int apart = 1; apart < kLanes; apart *= 2) total += __shfl_xor_sync(kAllLanes, total, apart);
+  const bool mine = part == 0 && logit < logits;
   if constexpr (kCluster) {
+    if (!mine) return;
     if (slice > 0) {
       uint32_t target, remote_barrier;
-      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][threadIdx.x])));
+      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][logit])));
       asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote_barrier) : "r"(shared_address(&barrier)));
       asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
                    "r"(__float_as_uint(total)),
@@ -163,9 +178,11 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
           : "r"(shared_address(&barrier))
           : "memory");
     }
-    for (int s = 1; s < slices; ++s) total += arrived[s][threadIdx.x];
+    for (int s = 1; s < slices; ++s) total += arrived[s][logit];
   }
-  if (!kCluster || expert < params.experts) params.out[slice * params.slice_stride + r * params.out_stride + expert] = total;
+  const int row = logit / kExperts, expert = first_expert + logit % kExperts;
+  const int at = slice * params.slice_stride + row * params.out_stride + expert;
+  store_if(mine && (!kCluster || expert < params.experts), params.out + at, total);
 }
 
 // Launches the kernel for `rows` rows; the template follows from the shape (see small_rows.py) and the row count.
@@ -182,8 +199,8 @@ inline SmallRowsParams small_rows_params(TensorView hidden, TensorView weight) {
   SmallRowsParams params{};
   params.hidden = static_cast<const __nv_bfloat16*>(hidden.data_ptr());
   params.weight = static_cast<const __nv_bfloat16*>(weight.data_ptr());
-  params.hidden_stride = hidden.stride(0);
-  params.weight_stride = weight.stride(0);
+  params.hidden_stride = static_cast<int>(hidden.stride(0));
+  params.weight_stride = static_cast<int>(weight.stride(0));
   params.rows = static_cast<int>(hidden.size(0));
   params.experts = static_cast<int>(weight.size(0));
   params.vectors = static_cast<int>(hidden.size(1) / 8);
@@ -197,7 +214,7 @@ struct SmallRows {
   static void run(TensorView hidden, TensorView weight, TensorView logits, int64_t slices) {
     SmallRowsParams params = small_rows_params(hidden, weight);
     params.out = static_cast<float*>(logits.data_ptr());
-    params.out_stride = logits.stride(0);
+    params.out_stride = static_cast<int>(logits.stride(0));
     launch_small_rows<kWarps, kTiles, kDepth, kExact, true>(params, static_cast<int>(slices), stream_of(hidden));
   }
 };

@@ -4,14 +4,19 @@
 //   registers   lane l holds the keys of experts 128 g + 4 l + {0..3} of its warp's share, g < kGroups, as ordered integers
 //   shared      RowMemory, one a row
 //
-// The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 10 for
-// top-8. These are listed, and each of them counts how many of the team's others are better. So the time hardly depends on
-// topk. Where more keys reach the bound than can be listed, as in a row of ties, the team takes its best key topk times
-// instead.
+// The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 9 for
+// top-8. These are listed, and each of them counts how many of the team's others are better; that is its place among the
+// winners. So the time hardly depends on topk. Two things can be wrong with it: more keys reach the bound than can be listed,
+// or two of one list are equal and take one place. Both are looked for only once the results are on their way; then the team
+// takes its best key topk times instead and writes again. A row of ties goes this way.
+//
+// For few rows the time is that of one warp's instructions, about three cycles each: comparisons run on the integer pipe and
+// are counted on the FMA pipe, and nothing that can wait stands between a barrier and the next load.
 //
 // What lost, for one row of 288 experts behind the gate: topk rounds of a warp-wide maximum for every row (the loop body of 85
 // instructions takes about 140 cycles); one warp for the row (+0.15 us); a rehearsal of this kernel before its wait, to have
-// the instructions there (+1.3 us); polling the gate's sums instead of waiting for its end (+0.1 to 0.3 us).
+// the instructions there (+1.3 us); polling the gate's sums instead of waiting for its end (+0.1 to 0.3 us); 64-bit words of
+// key and id, compared by shuffles (+0.2 us); equal keys found by match.any before the results are written (+0.05 us).
 #pragma once
 
 #include "../device/launch.cuh"
@@ -21,51 +26,83 @@
 namespace rx {
 
 struct WarpSelectParams {
-  const float* logits;                  // [rows, experts]; behind small_rows sums [slices, rows, experts]
+  const float* logits;                  // [rows, experts]; behind small_rows sums [rows, slices, 128 * groups]
   const float* bias;                    // [experts]
   float* logits_out;                    // [rows, experts], written behind small_rows
   int32_t* ids;                         // [rows, slots]
   float* weights;                       // [rows, slots]
   const int32_t* num_token_non_padded;  // [1] on the device, or null
   int64_t row_stride;                   // elements, of logits
-  int slice_stride;                     // elements, of logits
   int rows, experts, topk;
-  int slots;  // topk routed ones, then the shared experts'
+  int slots, shared;  // of a row: topk routed slots, then `shared` ones
   float scale, shared_weight;
   bool renormalize;
 };
 
-// Larger is better: the key, then the lower id.
-using Ranked = uint64_t;
-__device__ __forceinline__ Ranked ranked(uint32_t key, int expert) {
-  return static_cast<Ranked>(key) << 32 | ~static_cast<uint32_t>(expert);
-}
-__device__ __forceinline__ int expert_of(Ranked word) {
-  return static_cast<int>(~static_cast<uint32_t>(word));
-}
+// A warp lists at most kListed candidates, in the order of their ids.
+template <int kTopk>
+inline constexpr int kListed = kTopk <= 8 ? 16 : 64;
+
+template <int kTeam, int kTopk>
+struct alignas(16) RowMemory {
+  uint32_t best[kTeam][kWarp];            // key of each lane
+  uint32_t key[kTeam][kListed<kTopk>];    // of the candidates; kNoKey where there is none
+  int candidate[kTeam][kListed<kTopk>];   // the id, right behind the keys: see list_if
+  float logit[kTeam][kListed<kTopk>];     // right behind the ids
+  alignas(16) float score[kTopk];         // of the winners, in order; 0 from topk on
+  int id[kTopk];                          // of the winners, in order; 0 from topk on
+  alignas(16) uint2 warp_best[2][kTeam];  // key and id, where the team takes one at a time; rounds alternate
+};
 
 // 16 bytes of shared memory. Volatile, so that all of a thread's loads are under way before the first is used.
-__device__ __forceinline__ ulonglong2 load_two(const Ranked* words) {
-  ulonglong2 value;
-  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];"
-               : "=l"(value.x), "=l"(value.y)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(words)))
+__device__ __forceinline__ uint4 load_four_shared(const void* address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address)))
                : "memory");
   return value;
 }
 
-// A warp lists at most kListed candidates; two neighbouring lanes share one and compare it with half of the others each.
-template <int kTopk>
-inline constexpr int kListed = kTopk <= 8 ? 16 : 64;
+__device__ __forceinline__ float4 as_floats(const uint4& bits) {
+  return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
+}
 
-template <int kTeam, int kGroups, int kTopk>
-struct alignas(16) RowMemory {
-  float logits[kTeam][128 * kGroups];        // by place in the warp's share
-  Ranked candidates[kTeam][kListed<kTopk>];  // 0 where there is none
-  alignas(16) float score[kTopk];            // of the winners, in order; 0 from topk on
-  int id[kTopk];                             // of the winners, in order
-  Ranked warp_best[2][kTeam];                // where the team takes one at a time; rounds alternate
+// Writes one candidate: its key to `at`, its id kPlane bytes behind and its logit as many again. Under a predicate, see
+// store_if.
+template <int kPlane>
+__device__ __forceinline__ void list_if(bool condition, uint32_t* at, uint32_t key, int id, float logit) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;\n@p st.shared.b32 [%1+%5], %3;\n"
+      "@p st.shared.b32 [%1+%6], %4;\n}" ::"r"(static_cast<int>(condition)),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))),
+      "r"(key),
+      "r"(id),
+      "f"(logit),
+      "n"(kPlane),
+      "n"(2 * kPlane)
+      : "memory");
+}
+
+// How many keys are better. Floats, so that the FMA pipe counts beside the comparisons on the integer pipe; four of them, since
+// additions to one would wait for one another.
+struct Counter {
+  float part[4] = {};
+  __device__ __forceinline__ void add(const uint4& keys, uint32_t than) {
+    if (keys.x > than) part[0] += 1.0f;
+    if (keys.y > than) part[1] += 1.0f;
+    if (keys.z > than) part[2] += 1.0f;
+    if (keys.w > than) part[3] += 1.0f;
+  }
+  __device__ __forceinline__ float sum() const {
+    return (part[0] + part[1]) + (part[2] + part[3]);
+  }
 };
+
+// A count as an integer: from 2^23 on, the low bits of a float are one. A conversion would take its turn on a slow pipe.
+__device__ __forceinline__ int integer(float count) {
+  return __float_as_int(count + 0x1p23f) - __float_as_int(0x1p23f);
+}
 
 template <int kTeam>
 __device__ __forceinline__ void team_sync() {
@@ -76,13 +113,21 @@ __device__ __forceinline__ void team_sync() {
   }
 }
 
+template <int kTeam>
+__device__ __forceinline__ bool team_any(bool mine) {
+  if constexpr (kTeam == 1) {
+    return __any_sync(kAllLanes, mine);
+  } else {
+    return __syncthreads_or(mine);
+  }
+}
+
 // Four neighbouring floats, 0 from `past` on. kVector: `base` is 16-byte aligned and whole groups of four may be read.
 template <bool kVector>
 __device__ __forceinline__ float4 load_four(const float* base, int expert, int past) {
   if constexpr (kVector) {
     if (expert >= past) return float4{};
-    const uint4 bits = load_shared_by_grids(base + expert);
-    return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
+    return as_floats(load_shared_by_grids(base + expert));
   } else {
     float value[4];
 #pragma unroll
@@ -91,63 +136,81 @@ __device__ __forceinline__ float4 load_four(const float* base, int expert, int p
   }
 }
 
-// Takes the team's best key `topk` times.
+// Takes the team's best key `topk` times; on ties the lowest id.
 template <int kTeam, int kGroups, int kTopk>
-__device__ void take_one_by_one(
+__device__ __forceinline__ void take_one_by_one(
     uint32_t (&key)[4 * kGroups],
-    RowMemory<kTeam, kGroups, kTopk>& memory,
-    int share,
+    const float (&logit)[4 * kGroups],
+    RowMemory<kTeam, kTopk>& memory,
     int first_expert,
     int topk,
     int warp,
     int lane) {
+  team_sync<kTeam>();
 #pragma unroll 1
   for (int round = 0; round < topk; ++round) {
-    Ranked best = 0;
+    uint32_t best = kNoKey, mine = ~0u;
 #pragma unroll
     for (int slot = 0; slot < 4 * kGroups; ++slot) {
-      best = max(best, ranked(key[slot], first_expert + 128 * (slot / 4) + slot % 4));
+      if (key[slot] > best) best = key[slot], mine = first_expert + 128 * (slot / 4) + slot % 4;
     }
-    const uint32_t top = __reduce_max_sync(kAllLanes, static_cast<uint32_t>(best >> 32));
-    const uint32_t id = __reduce_max_sync(kAllLanes, best >> 32 == top ? static_cast<uint32_t>(best) : 0u);
-    Ranked winner = static_cast<Ranked>(top) << 32 | id;
+    uint2 winner;  // key, id
+    winner.x = __reduce_max_sync(kAllLanes, best);
+    winner.y = __reduce_min_sync(kAllLanes, best == winner.x ? mine : ~0u);
     if constexpr (kTeam > 1) {
-      Ranked* warp_best = memory.warp_best[round & 1];
+      uint2* warp_best = memory.warp_best[round & 1];
       if (lane == 0) warp_best[warp] = winner;
       team_sync<kTeam>();
 #pragma unroll
-      for (int w = 0; w < kTeam; ++w) winner = max(winner, warp_best[w]);
+      for (int w = 0; w < kTeam; ++w) {
+        const uint2 rival = warp_best[w];
+        if (rival.x > winner.x || (rival.x == winner.x && rival.y < winner.y)) winner = rival;
+      }
     }
-    const int expert = expert_of(winner);
+    if (best == winner.x && mine == winner.y) {  // this lane's
 #pragma unroll
-    for (int slot = 0; slot < 4 * kGroups; ++slot) {
-      if (first_expert + 128 * (slot / 4) + slot % 4 == expert) key[slot] = kNoKey;
-    }
-    if (warp == 0 && lane == 0) {
-      memory.id[round] = expert;
-      memory.score[round] = sigmoid_to_weigh(memory.logits[expert / share][expert % share]);
+      for (int slot = 0; slot < 4 * kGroups; ++slot) {
+        if (first_expert + 128 * (slot / 4) + slot % 4 == static_cast<int>(winner.y)) {
+          key[slot] = kNoKey;
+          memory.id[round] = static_cast<int>(winner.y);
+          memory.score[round] = sigmoid_to_weigh(logit[slot]);
+        }
+      }
     }
   }
 }
 
-// The topk-th largest of the lanes' best keys, or the lowest real key there is.
-__device__ __forceinline__ uint32_t bound_of_cut(uint32_t best, int topk) {
-  uint32_t better = 0;  // bits: sums of comparisons would wait for one another
+// The topk-th largest of the lanes' best keys, or the lowest real key there is. `meanwhile` runs while shared memory answers.
+template <typename Meanwhile>
+__device__ __forceinline__ uint32_t
+bound_of_cut(uint32_t best, uint32_t (&of_lanes)[kWarp], int topk, int lane, Meanwhile meanwhile) {
+  of_lanes[lane] = best;
+  __syncwarp();
+  uint4 four[4];
 #pragma unroll
-  for (int i = 0; i < kWarp; ++i) better |= __shfl_sync(kAllLanes, best, i) > best ? 1u << i : 0u;
-  return max(__reduce_min_sync(kAllLanes, __popc(better) < topk ? best : ~0u), kNoKey + 1);
+  for (int i = 0; i < 4; ++i) four[i] = load_four_shared(of_lanes + 4 * i);
+  meanwhile();
+  Counter better;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) better.add(four[i], best);
+#pragma unroll
+  for (int i = 4; i < 8; ++i) better.add(load_four_shared(of_lanes + 4 * i), best);
+  const uint32_t real = max(best, kNoKey + 1);
+  return __reduce_min_sync(kAllLanes, integer(better.sum()) < topk ? real : ~0u);
 }
 
 // kSlices > 0: behind small_rows, whose sums of kSlices slices of K are added here, in order; the logits are written too, and
 // the bias, complete before small_rows passed its own wait, is read before ours. kSlices = 0: finished logits of anyone.
 // kTopk: 8 or 32, the most that topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
+// One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
 template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector>
-__global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_kernel(
+__global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups > 4 ? 1 : 0) void warp_select_kernel(
     const __grid_constant__ WarpSelectParams params) {
   static_assert(kTeam == 1 || kRowsPerBlock == 1, "a team of several warps synchronises as a block");
   constexpr int kSlots = 4 * kGroups, kParts = kSlices > 0 ? kSlices : 1;
   constexpr bool kBehindSmallRows = kSlices > 0;
-  __shared__ RowMemory<kTeam, kGroups, kTopk> memories[kRowsPerBlock];
+  constexpr int kColumns = 128 * kTeam * kGroups;
+  __shared__ RowMemory<kTeam, kTopk> memories[kRowsPerBlock];
   const int lane = threadIdx.x % kWarp, warp = kTeam == 1 ? 0 : threadIdx.x / kWarp;
   const int row = kTeam == 1 ? blockIdx.x * kRowsPerBlock + threadIdx.x / kWarp : blockIdx.x;
   if (kTeam == 1 && row >= params.rows) return;
@@ -165,27 +228,23 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
   };
   if constexpr (kBehindSmallRows) load_bias();
 #pragma unroll
-  for (int i = 0; i < kListed<kTopk>; i += kWarp) memory.candidates[warp][(lane + i) % kListed<kTopk>] = 0;
+  for (int i = 0; i < kListed<kTopk>; i += kWarp) memory.key[warp][(lane + i) % kListed<kTopk>] = kNoKey;
   memory.score[lane % kTopk] = 0.0f;
-  const float* source[kParts];
-#pragma unroll
-  for (int s = 0; s < kParts; ++s) {
-    source[s] = params.logits + row * params.row_stride + s * params.slice_stride;
-    asm volatile("" : "+l"(source[s]));  // now, not behind the wait
-  }
+  memory.id[lane % kTopk] = 0;
+  __syncwarp();
+  const float* source = params.logits + row * params.row_stride;
   wait_for_producer();
   if constexpr (!kBehindSmallRows) load_bias();
 #pragma unroll
   for (int s = 0; s < kParts; ++s) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      part[s][g] = load_four < kVector || kBehindSmallRows > (source[s], first_expert + 128 * g, past);
+      part[s][g] = load_four < kVector || kBehindSmallRows > (source + s * kColumns, first_expert + 128 * g, past);
     }
   }
   const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
-
-  uint32_t key[kSlots];
-  uint32_t best = kNoKey;
+  uint32_t key[kSlots], best = kNoKey;
+  float logit[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     float4 sum = part[0][g];
@@ -195,113 +254,147 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp) void warp_select_ker
     }
     const float four[4] = {sum.x, sum.y, sum.z, sum.w}, add[4] = {bias[g].x, bias[g].y, bias[g].z, bias[g].w};
     const int expert = first_expert + 128 * g;
-    *reinterpret_cast<float4*>(&memory.logits[warp][128 * g + 4 * lane]) = sum;
-    if constexpr (kBehindSmallRows) {
-      float* out = params.logits_out + static_cast<int64_t>(row) * params.experts + expert;
-      if constexpr (kVector) {
-        if (expert < past) *reinterpret_cast<float4*>(out) = sum;
-      } else {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (expert + c < past) out[c] = four[c];
-        }
-      }
-    }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       // A mask and not a choice: the compiler would branch around the score.
       const uint32_t inside = expert + (kVector ? 0 : c) < past ? ~0u : 0u;
+      logit[4 * g + c] = four[c];
       key[4 * g + c] = order_of(sigmoid_to_rank(four[c]) + add[c]) & inside;
       best = max(best, key[4 * g + c]);
     }
   }
 
-  // List the keys that reach the bound, in any order.
-  const uint32_t bound = bound_of_cut(best, params.topk);
-  int place = 0, listed = 0;
+  // List the keys that reach the bound, in the order of their ids.
+  const unsigned below = (1u << lane) - 1;
+  const uint32_t bound = bound_of_cut(best, memory.best[warp], params.topk, lane, [&] {
+    if constexpr (kBehindSmallRows) {
+      static_assert(kGroups == 1, "a team that adds up slices has a warp per 128 experts");
+      float* out = params.logits_out + (row * params.experts + first_expert);
+      if constexpr (kVector) {
+        if (first_expert < past) *reinterpret_cast<float4*>(out) = make_float4(logit[0], logit[1], logit[2], logit[3]);
+      } else {
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const unsigned lanes = __ballot_sync(kAllLanes, key[slot] >= bound);
-    place += __popc(lanes & ((1u << lane) - 1));
-    listed += __popc(lanes);
-  }
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const bool reaches = key[slot] >= bound;
-    if (reaches && place < kListed<kTopk>) {
-      memory.candidates[warp][place] = ranked(key[slot], first_expert + 128 * (slot / 4) + slot % 4);
-    }
-    place += reaches;
-  }
-  bool too_many = listed > kListed<kTopk>;
-  if constexpr (kTeam > 1) {
-    too_many = __syncthreads_or(too_many);
-  } else {
-    __syncwarp();
-  }
-
-  if (!too_many) {
-    constexpr int kUnroll = kTopk <= 8 ? 8 : 1;  // long lists would unroll to thousands of instructions
-#pragma unroll kUnroll
-    for (int first = 0; first < kListed<kTopk>; first += 16) {
-      const int mine = first + lane / 2, half = lane % 2;
-      const Ranked own = memory.candidates[warp][mine];
-      const int id = expert_of(own);
-      const float score = sigmoid_to_weigh(memory.logits[warp][mine < listed ? id - share * warp : 0]);
-      int rank = 0;
-#pragma unroll kUnroll
-      for (int w = 0; w < kTeam; ++w) {
-        uint32_t better = 0;
-#pragma unroll
-        for (int i = 0; i < kListed<kTopk> / 4; ++i) {
-          const ulonglong2 rival = load_two(&memory.candidates[w][4 * i + 2 * half]);
-          better |= (rival.x > own ? 1u << 2 * i % 32 : 0u) | (rival.y > own ? 2u << 2 * i % 32 : 0u);
+        for (int c = 0; c < 4; ++c) {
+          if (first_expert + c < past) out[c] = logit[c];
         }
-        rank += __popc(better);
-      }
-      rank += __shfl_xor_sync(kAllLanes, rank, 1);
-      if (half == 0 && mine < listed && rank < params.topk) {
-        memory.id[rank] = id;
-        memory.score[rank] = score;
       }
     }
-  } else {
-    take_one_by_one<kTeam, kGroups, kTopk>(key, memory, share, first_expert, params.topk, warp, lane);
+  });
+  int unsure = 0;  // whether the fast way may be wrong
+  int end = 0;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    int place = end, mine = 0, earlier[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const bool reaches = key[4 * g + c] >= bound;
+      const unsigned lanes = __ballot_sync(kAllLanes, reaches);
+      place += __popc(lanes & below);
+      if (g + 1 < kGroups) end += __popc(lanes);
+      earlier[c] = mine;
+      mine += reaches;
+    }
+    const bool fits = place + mine <= kListed<kTopk>;
+    unsure |= !fits;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int slot = 4 * g + c;
+      list_if<sizeof(memory.key)>(
+          fits && key[slot] >= bound,
+          memory.key[warp] + (place + earlier[c]),
+          key[slot],
+          first_expert + 128 * g + c,
+          logit[slot]);
+    }
   }
   team_sync<kTeam>();
-  if (warp > 0 || lane >= params.slots) return;
 
-  const bool routed = lane < params.topk;
-  const int id = routed ? memory.id[lane % kTopk] : params.experts + lane - params.topk;
-  const float score = memory.score[lane % kTopk];
-  float factor = params.scale;
-  if (params.renormalize) {
-    float sum = 0.0f;
+  // Rank the candidates: two lanes share one, and each compares it with half of the others. Of equal keys those of lower warps
+  // are better; those of one warp get one rank.
+  constexpr int kTurns = kListed<kTopk> / 16;
+  const bool second = lane % 2;
+  int rank[kTurns], won[kTurns];  // won: the id, or -1
 #pragma unroll
-    for (int i = 0; i < kTopk / 8; ++i) {
-      const float4 a = reinterpret_cast<const float4*>(memory.score)[2 * i];
-      const float4 b = reinterpret_cast<const float4*>(memory.score)[2 * i + 1];
-      sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int mine = 16 * turn + lane / 2;
+    const uint32_t own = memory.key[warp][mine];
+    const int id = memory.candidate[warp][mine];
+    Counter better;
+#pragma unroll 1
+    for (int i = second ? 8 : 0; i < kListed<kTopk>; i += 16) {
+      uint4 keys[kTeam][2];
+#pragma unroll
+      for (int w = 0; w < kTeam; ++w) {
+        keys[w][0] = load_four_shared(&memory.key[w][i]), keys[w][1] = load_four_shared(&memory.key[w][i + 4]);
+      }
+#pragma unroll
+      for (int w = 0; w < kTeam; ++w) {
+        const uint32_t than = own - (w < warp ? 1 : 0);
+        better.add(keys[w][0], than), better.add(keys[w][1], than);
+      }
     }
-    factor = sum > 0.0f ? __fdividef(params.scale, sum) : 0.0f;
+    const float score = sigmoid_to_weigh(memory.logit[warp][mine]);
+    float count = better.sum();
+    count += __shfl_xor_sync(kAllLanes, count, 1);
+    rank[turn] = integer(count);
+    won[turn] = !second && own != kNoKey && rank[turn] < params.topk ? id : -1;
+    if (won[turn] >= 0) {
+      memory.id[rank[turn]] = won[turn];
+      memory.score[rank[turn]] = score;
+    }
   }
-  const int64_t slot = static_cast<int64_t>(row) * params.slots + lane;
-  params.ids[slot] = padded ? -1 : id;
-  params.weights[slot] = padded ? 0.0f : routed ? score * factor : params.shared_weight;
+  team_sync<kTeam>();
+
+  const int slot = row * params.slots + lane;
+#pragma unroll 1
+  for (bool sure = false;; sure = true) {
+    if (warp == 0) {
+      float eight[kTopk / 8];
+#pragma unroll
+      for (int i = 0; i < kTopk / 8; ++i) {
+        const float4 a = as_floats(load_four_shared(memory.score + 8 * i));
+        const float4 b = as_floats(load_four_shared(memory.score + 8 * i + 4));
+        eight[i] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+      }
+#pragma unroll
+      for (int width = kTopk / 16; width > 0; width /= 2) {
+#pragma unroll
+        for (int i = 0; i < width; ++i) eight[i] += eight[i + width];
+      }
+      const float sum = eight[0], inverse = reciprocal(sum), score = memory.score[lane % kTopk];
+      const int id = memory.id[lane % kTopk];
+      const float share = sum > 0.0f ? score * inverse : 0.0f;
+      const float weight = (params.renormalize ? share : score) * params.scale;
+      store_if(lane < params.topk, params.ids + slot, padded ? -1 : id);
+      store_if(lane < params.topk, params.weights + slot, padded ? 0.0f : weight);
+    }
+    if (warp == kTeam - 1 && lane < params.shared) {
+      params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
+      params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
+    }
+    if (sure) return;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      unsure |= won[turn] >= 0 && memory.id[rank[turn]] != won[turn];
+    }
+    if (!team_any<kTeam>(unsure)) return;
+    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, warp, lane);
+    team_sync<kTeam>();
+  }
 }
 
-// kGroups: groups of 128 experts.
+// kGroups: groups of 128 experts. Behind small_rows there are few rows only.
 template <int kGroups, int kSlices, bool kVector>
 inline void launch_warp_select(const WarpSelectParams& params, cudaStream_t stream) {
   constexpr int kFewRows = 128, kBlockRows = 4;
   const bool top8 = params.topk <= 8;
-  if (params.rows <= kFewRows) {
+  if (kSlices > 0 || params.rows <= kFewRows) {
     auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector>
                         : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector>;
     launch(kernel, dim3(params.rows), dim3(kGroups * kWarp), 1, stream, params);
-  } else {
-    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, kSlices, kBlockRows, 8, kVector>
-                        : &warp_select_kernel<1, kGroups, kSlices, kBlockRows, 32, kVector>;
+  } else if constexpr (kSlices == 0) {
+    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector>
+                        : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector>;
     launch(kernel, dim3((params.rows + kBlockRows - 1) / kBlockRows), dim3(kBlockRows * kWarp), 1, stream, params);
   }
 }
@@ -327,6 +420,7 @@ inline WarpSelectParams warp_select_params(
   params.experts = static_cast<int>(bias.size(0));
   params.topk = static_cast<int>(topk);
   params.slots = static_cast<int>(ids.size(1));
+  params.shared = params.slots - params.topk;
   params.scale = static_cast<float>(scale);
   params.shared_weight = static_cast<float>(shared_weight);
   params.renormalize = renormalize;

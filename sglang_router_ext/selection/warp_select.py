@@ -6,7 +6,7 @@ import torch
 
 from sglang_router_ext import build
 from sglang_router_ext.arguments import VECTOR_BYTES, check_cuda, check_selection
-from sglang_router_ext.contract import Problem
+from sglang_router_ext.contract import Problem, expect
 
 HEADER = "selection/warp_select.cuh"
 
@@ -54,6 +54,9 @@ def warp_select(
     """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids and weights [rows, topk + shared], int32 and fp32."""
     check_cuda("logits", logits)
     check_selection("warp_select", problem, logits, bias, num_token_non_padded, logits.device)
+    expect(
+        len(logits) * problem.slots < 2**31, "logits", f"{len(logits)} rows", f"fewer than 2^31 slots, {problem.slots} a row"
+    )
     ids, weights = outputs(len(logits), problem.slots, logits.device)
     if len(logits) == 0:
         return ids, weights

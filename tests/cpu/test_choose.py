@@ -120,11 +120,6 @@ def test_all_reasons_are_given_at_once() -> None:
     assert all(any(word in reason for reason in found) for word in words), found
 
 
-def test_a_scale_that_could_overflow_is_left_to_others() -> None:
-    assert names(msgspec.structs.replace(GLM, scale=3.9), 4) == ("pair", "pair")
-    assert names(msgspec.structs.replace(GLM, scale=4.0), 4) == ("cublas_gemm", "triton_select")
-
-
 def test_shared_slots_count_among_the_slots() -> None:
     assert names(msgspec.structs.replace(GLM, shared=1), 4) == ("pair", "pair")
     assert names(msgspec.structs.replace(GLM, topk=32, shared=1), 4) == ("cublas_gemm", "host")
