@@ -37,6 +37,11 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return value;
 }
 
+// Has the L2 fetch what is about to be read. Reads nothing itself, so it may come before the wait for whoever writes there.
+__device__ __forceinline__ void ask_for(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // 16 bytes that another grid writes or may have written; each of the four words is read whole, from the L2.
 __device__ __forceinline__ uint4 load_shared_by_grids(const void* address) {
   uint4 value;

@@ -84,6 +84,14 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
     hidden_row[half] = params.hidden + static_cast<int64_t>(row) * params.hidden_stride + (begin + lane) * 8;
   }
 
+  // One row only: -0.13 us with 256 x 7168 weights, but with 16 rows the requests cost up to 0.6 us.
+  if (params.rows == 1) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      if (kExact || begin + lane + 4 * i < past) ask_for(hidden_row[0] + 4 * i * 8);
+    }
+  }
+
   if constexpr (kCluster) {
     if (slice == 0 && threadIdx.x == 0) {
       const uint32_t bytes = (slices - 1) * params.rows * kExperts * sizeof(float);
