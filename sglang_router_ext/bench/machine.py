@@ -98,11 +98,11 @@ def _query(fields: str) -> str | None:
 def commit() -> str:
     """Hash of the checkout that this package runs from, ``dirty`` where it holds changes other than records.
 
-    A copy without its ``.git`` takes the hash from ``SGLANG_ROUTER_EXT_COMMIT``, or has an ``unknown`` one.
+    A copy without its ``.git`` takes the hash from ``GIT_COMMIT``, or has an ``unknown`` one.
     """
     root = PACKAGE.parent
     if shutil.which("git") is None or not (root / ".git").exists():
-        return os.environ.get("SGLANG_ROUTER_EXT_COMMIT", "unknown")
+        return os.environ.get("GIT_COMMIT", "unknown")
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)

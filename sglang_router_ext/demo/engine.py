@@ -21,6 +21,8 @@ TOPS = 5
 PROMPT_TOKENS = 16
 SHORT, LONG = 8, 104
 """Tokens of the two generations whose difference in time is that of LONG - SHORT decode steps."""
+HOLD = 1e4
+"""Added to a token's logit so that it wins."""
 PROFILED_TOKENS = 16
 PROFILED_STEPS = PROFILED_TOKENS - 1
 """Decode steps in a profile: the first token comes from the prefill."""
@@ -100,11 +102,16 @@ class Session:
                 self._load(request.folder)
                 return None
 
-    def _generate(self, batch: list[list[int]], tokens: int, *, tops: bool = False) -> list[dict]:
-        """Exactly ``tokens`` greedy tokens for each prompt of ``batch``, which runs as one."""
+    def _generate(self, batch: list[list[int]], tokens: int, *, tops: bool = False, held: bool = False) -> list[dict]:
+        """Exactly ``tokens`` greedy tokens for each prompt of ``batch``, which runs as one.
+
+        ``held``: the prompt's last token every time, whatever the model says. Engines whose near-ties fall differently part
+        soon, and other tokens mean other experts, and more or fewer of them to read: their times would not compare.
+        """
         wanted = {"return_logprob": True, "top_logprobs_num": TOPS} if tops else {}
         greedy = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-        return self.engine.generate(input_ids=batch, sampling_params=greedy, **wanted)
+        held_to = [{"logit_bias": {str(prompt[-1]): HOLD}} if held else {} for prompt in batch]
+        return self.engine.generate(input_ids=batch, sampling_params=[greedy | more for more in held_to], **wanted)
 
     def _tokens(self, size: int, sequences: int) -> Run:
         listed = prompts(self.plan, sequences)
@@ -120,7 +127,7 @@ class Session:
         """The time that LONG tokens take more than SHORT ones, by step: prefill and start-up of a request cancel out."""
         batch, marks = prompts(self.plan, size), [time.perf_counter()]
         for tokens in (SHORT, LONG):
-            self._generate(batch, tokens)
+            self._generate(batch, tokens, held=True)
             marks.append(time.perf_counter())
         short, long = marks[1] - marks[0], marks[2] - marks[1]
         return (long - short) * 1000 / (LONG - SHORT)
@@ -129,7 +136,7 @@ class Session:
         folder = pathlib.Path(self.plan.work) / f"trace-{size}"
         before = {*folder.glob("*.trace.json.gz")}
         self.engine.start_profile(output_dir=str(folder), activities=["GPU"], with_stack=False, record_shapes=False)
-        self._generate(prompts(self.plan, size), PROFILED_TOKENS)
+        self._generate(prompts(self.plan, size), PROFILED_TOKENS, held=True)
         self.engine.stop_profile()
         (file,) = {*folder.glob("*.trace.json.gz")} - before
         return str(file)

@@ -101,6 +101,7 @@ def _show_clock(report: ServeReport, console: Console) -> None:
         pair = stock[size], ours[size]
         table.add_row(str(size), *(_spread(found, "ms", 3) for found in pair), _difference(*pair, pace.by_clock(*pair)))
     console.print(table)
+    console.print("While timed, every sequence repeats one token, so that both engines run the same experts.")
     if not report.together:
         console.print(
             "The GPU's memory does not hold both engines, so what drifted between their runs is part of the difference."

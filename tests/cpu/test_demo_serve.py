@@ -30,8 +30,12 @@ class Engine:
 
     def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         answers = []
-        for prompt in input_ids:
-            count = sampling_params["max_new_tokens"]
+        for prompt, params in zip(input_ids, sampling_params, strict=True):
+            count = params["max_new_tokens"]
+            held = params.get("logit_bias")
+            assert held is None or held == {str(prompt[-1]): 10000.0}
+            if held is None and not return_logprob and count != 8:
+                raise RuntimeError("timed while the tokens are free")  # of what is not compared, only the warm-up is
             wrong = self.ours and "WRONG_ROUTER" in os.environ
             chosen = random.Random(f"{prompt} {self.biases} {wrong}")
             tokens = [chosen.randrange(100) for _ in range(count)]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sglang_router_ext import designs
-from sglang_router_ext.bench import record
+from sglang_router_ext.bench import machine, record
 from sglang_router_ext.bench.record import BenchRecord, CheckRecord, Identity, OtherRecord
 from sglang_router_ext.designs import TABLE, Design, Rows
 
@@ -156,3 +156,11 @@ def test_a_chain_is_as_old_as_any_of_its_parts() -> None:
     assert record.current_hash("cublas_gemm+warp_select") not in (None, "", TABLE["warp_select"].source_hash)
     assert record.current_hash("pair") == TABLE["pair"].source_hash
     assert record.current_hash("pair+nothing") is None
+
+
+def test_a_copy_without_git_is_told_its_commit(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "package")
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    assert machine.commit() == "unknown"
+    monkeypatch.setenv("GIT_COMMIT", "4f38c7e")
+    assert machine.commit() == "4f38c7e"
