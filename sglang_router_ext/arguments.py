@@ -41,11 +41,15 @@ def vector_rows(tensor: torch.Tensor) -> bool:
 def check_vector_rows(name: str, tensor: torch.Tensor) -> None:
     got = f"{describe(tensor)} at address {tensor.data_ptr() % VECTOR_BYTES} modulo {VECTOR_BYTES}"
     expect(vector_rows(tensor), name, got, f"rows that start at multiples of {VECTOR_BYTES} bytes")
-    expect(tensor.stride(0) < 2**31, name, describe(tensor), "fewer than 2^31 elements from row to row")
+    expect(len(tensor) == 1 or tensor.stride(0) < 2**31, name, describe(tensor), "fewer than 2^31 elements from row to row")
 
 
 def check_cuda(name: str, tensor: object) -> None:
+    """``tensor`` is on the current CUDA device, which is the one that kernels are launched on."""
     expect(isinstance(tensor, torch.Tensor) and tensor.is_cuda, name, describe(tensor), "a CUDA tensor")
+    assert isinstance(tensor, torch.Tensor)
+    current = torch.cuda.current_device()
+    expect(tensor.device.index == current, name, describe(tensor), f"a tensor on the current device, cuda:{current}")
 
 
 def check_gate(design: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:

@@ -20,9 +20,9 @@ Tensors, in the order in which they appear::
 Fused shared experts stand behind the routed ones: slot topk + i has id experts + i and weight ``shared_weight``, and takes no
 part in ranking or renormalising.
 
-Special values. A NaN key ranks as ``NAN_KEY``, above minus infinity and below every real key, as SGLang ranks it; its score
-weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the weights
-are 0 and not NaN. Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past
+Special values. A NaN key ranks as ``NAN_KEY``, below every key that a model has and above minus infinity, as SGLang ranks it.
+A NaN score weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the
+weights are 0 and not NaN. Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past
 ``num_token_non_padded`` are padding.
 """
 

@@ -23,7 +23,9 @@ from sglang_router_ext.bench.record import (
     CheckRecord,
     OtherRecord,
     Record,
+    RecordError,
     current_hash,
+    microseconds,
     read_all,
 )
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
@@ -182,13 +184,13 @@ def is_stale(record: BenchRecord) -> bool:
 
 
 def _time(record: BenchRecord | None) -> str:
-    return "-" if record is None else f"{record.median_us:.2f}"
+    return "-" if record is None else microseconds(record.median_us, record.p10_us, record.p90_us)
 
 
 def _named(record: BenchRecord | None) -> str:
     if record is None:
         return "-"
-    return f"{record.median_us:.2f} `{record.design}`" + (" *" if is_ours(record) and is_stale(record) else "")
+    return f"{_time(record)} `{record.design}`" + (" *" if is_ours(record) and is_stale(record) else "")
 
 
 def _checks(checks: Sequence[CheckRecord]) -> str:
@@ -206,7 +208,10 @@ def rendered(text: str) -> str:
 
 def main(file: str) -> None:
     path = pathlib.Path(file)
-    path.write_text(rendered(path.read_text()))
+    try:
+        path.write_text(rendered(path.read_text()))
+    except RecordError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def _query(fields: str) -> str | None:
 
 
 def commit() -> str:
-    """Hash of the checkout that this package runs from, ``dirty`` where it holds changes other than records.
+    """Hash of the checkout that this package runs from.
 
-    A copy without its ``.git`` takes the hash from ``GIT_COMMIT``, or has an ``unknown`` one.
+    Where there is none without changes (other than records), it is that of ``GIT_COMMIT``, else ``dirty`` or ``unknown``.
     """
     root = PACKAGE.parent
     if shutil.which("git") is None or not (root / ".git").exists():
@@ -111,4 +111,4 @@ def commit() -> str:
     head = git("rev-parse", "HEAD")
     if changes.returncode or head.returncode:
         return "unknown"
-    return "dirty" if changes.stdout.strip() else head.stdout.strip()
+    return os.environ.get("GIT_COMMIT", "dirty") if changes.stdout.strip() else head.stdout.strip()

@@ -27,6 +27,8 @@ HOST = {"gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sg
 """What SGLang runs, per group of stages."""
 NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
 """Peers that are shown but not raced: one does more than its stages, the other's logits are bf16."""
+WIDE = 1.25
+"""p90 / p10 from which on a time is shown with both."""
 
 
 class RecordError(ValueError):
@@ -119,6 +121,12 @@ def new_run(gpu: str) -> Identity:
     return Identity(schema=1, run=run, time=now, gpu=gpu, commit=machine.commit(), versions=machine.versions())
 
 
+def microseconds(median: float, p10: float, p90: float) -> str:
+    """A time; where its replays are far apart, with their spread, since a median of two clusters says little."""
+    spread = f" ({p10:.1f} to {p90:.1f})" if p90 > WIDE * p10 else ""
+    return f"{median:.2f}{spread}"
+
+
 def gpu_of(record: Record) -> str:
     return record.identity.gpu if isinstance(record, OtherRecord) else record.gpu
 
@@ -150,11 +158,16 @@ def encode(record: Record) -> bytes:
 def read(path: pathlib.Path) -> list[Record]:
     """Every record of a file; raises :class:`RecordError` for a line that is none, or that belongs to another GPU's file."""
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
         try:
             record = decode(line)
-        except msgspec.MsgspecError as error:
-            raise RecordError(f"{path.name}:{number}: {error}") from error
+        except (msgspec.MsgspecError, RecursionError) as error:
+            allowed = "allowed: lines as bench, check and demo write them; git checkout brings the file back"
+            raise RecordError(f"{path.name}:{number}: {error}; {allowed}") from error
         if path_of(gpu_of(record), path.parent) != path:
             raise RecordError(f"{path.name}:{number}: gpu: got {gpu_of(record)}, whose file is {path_of(gpu_of(record)).name}")
         found.append(record)

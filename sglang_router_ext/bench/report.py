@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, ROUTER
+from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, ROUTER, microseconds
 from sglang_router_ext.bench.run import Line
 
 GROUPS = {"gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
@@ -25,7 +25,9 @@ def _find(lines: Iterable[Line], design: str, *, ours: bool) -> Line | None:
 
 
 def _us(line: Line | None) -> str:
-    return "-" if line is None else f"{line.median_us:.2f}"
+    if line is None or line.timing is None:
+        return "-"
+    return microseconds(line.timing.median_us, line.timing.p10_us, line.timing.p90_us)
 
 
 def _ratio(theirs: Line | None, ours: Line | None) -> str:
@@ -59,17 +61,19 @@ def _table(title: str, here: Sequence[Line], stages: str) -> Table:
     designs = list(dict.fromkeys((line.design, line.ours) for line in sorted(group, key=lambda line: not line.ours)))
     table = Table(title=title, title_justify="left")
     names = [f"{design}*" if ours else design for design, ours in designs]
-    for name in ("rows", FLOOR, *names, "best of ours", "best peer / ours", f"{HOST[stages]} / ours"):
-        table.add_column(name, justify="right", overflow="fold", min_width=6)
-    for rows in sorted({line.rows for line in group}):
-        at = [line for line in group if line.rows == rows]
+    raced = [[line for line in group if line.rows == rows] for rows in sorted({line.rows for line in group})]
+    # SGLang's ratio alone, where no other peer is faster anywhere.
+    peers = any(_fastest(at, ours=False) != _find(at, HOST[stages], ours=False) for at in raced)
+    for name in ("rows", FLOOR, *names, "best of ours", *["best peer / ours"] * peers, f"{HOST[stages]} / ours"):
+        table.add_column(name.replace("+", " +"), justify="right", overflow="fold", min_width=6)
+    for at in raced:
         mine = _fastest(at, ours=True)
         table.add_row(
-            str(rows),
-            _us(_find([line for line in here if line.rows == rows], FLOOR, ours=False)),
+            str(at[0].rows),
+            _us(_find([line for line in here if line.rows == at[0].rows], FLOOR, ours=False)),
             *(_us(_find(at, design, ours=ours)) for design, ours in designs),
-            mine.design if mine else "-",
-            _ratio(_fastest(at, ours=False), mine),
+            mine.design.replace("+", " +") if mine else "-",
+            *[_ratio(_fastest(at, ours=False), mine)] * peers,
             _ratio(_find(at, HOST[stages], ours=False), mine),
         )
     return table
@@ -120,7 +124,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
 
     shown = [line for line in lines if line.timing and line.stages in (ROUTER, "floor")]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
-    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(9, 5 * max(1, len(panels))), squeeze=False)
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
         here = [line for line in shown if (line.case, line.cache) == (case, cache)]
         peers = dict.fromkeys(line.design for line in here if not line.ours)
@@ -145,7 +149,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
         axis.set_ylabel("time (microseconds, median)")
         axis.set_title(f"Router of {case}, {cache} L2 cache")
         axis.grid(visible=True, which="major", alpha=0.3)
-        axis.legend(fontsize="small", loc="upper left")
+        axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)

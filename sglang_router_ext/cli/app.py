@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from sglang_router_ext.bench.record import RecordError
 from sglang_router_ext.contract import ContractError, expect
 
-WIDTH = 160
+WIDTH = 200
 """Columns where the output is no terminal."""
 TICK_S = 5.0
 MAX_ROWS = 2**20
@@ -59,7 +59,7 @@ def parse_rows(text: str) -> list[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        numeric = first.isdecimal() and (last.isdecimal() or not dash)
+        numeric = part.isascii() and first.isdecimal() and (last.isdecimal() or not dash)
         fits = numeric and 1 <= int(first) <= int(last or first) <= MAX_ROWS
         expect(fits, "rows", repr(text), f"row counts from 1 to {MAX_ROWS} as in 1,2,8-16")
         found.update(range(int(first), int(last or first) + 1))
@@ -68,8 +68,21 @@ def parse_rows(text: str) -> list[int]:
 
 def check_plot(plot: pathlib.Path | None) -> None:
     """Refuse a file that could not be written, before the work that it is to show."""
-    fits = plot is None or (plot.suffix == ".png" and plot.absolute().parent.is_dir() and not plot.is_dir())
-    expect(fits, "plot", plot, "a .png file in a folder that exists")
+    if plot is not None:
+        expect(
+            plot.suffix == ".png" and _writable(plot), "plot", plot, "a .png file, in a folder that exists, that can be written"
+        )
+
+
+def _writable(file: pathlib.Path) -> bool:
+    try:
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def pick(what: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from sglang_router_ext import demo as demonstration
+from sglang_router_ext import settings
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
 
 
@@ -25,6 +26,8 @@ def demo(
     """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
     from sglang_router_ext.demo.worker import EngineFailed
 
+    if not settings.read().enabled:
+        typer.echo("SGLANG_ROUTER_EXT=0 does not hold here: the demo runs SGLang with the plugin and without it", err=True)
     with Ticker("demo") as ticker:
         try:
             report = demonstration.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -205,28 +205,43 @@ def _show_recorded(
     as_json: bool,
 ) -> None:
     from sglang_router_ext.bench import report, run
-    from sglang_router_ext.bench.record import read_all
+    from sglang_router_ext.bench.record import BenchRecord, gpu_of, read_all, short_name
 
+    records = read_all()
+    known = sorted({short_name(gpu_of(record)) for record in records})
+    expect(name.lower() in known, "recorded", name, " | ".join(known) or "nothing is recorded yet")
     gpu = gpu_by_name(name)
+    times = [record for record in records if isinstance(record, BenchRecord) and record.gpu == gpu.name]
     lines = [
         line
-        for line in run.recorded(read_all(), gpu.name, cases)
+        for line in run.recorded(records, gpu.name, cases)
         if (counts is None or line.rows in counts) and (not caches or line.cache in caches)
     ]
-    expect(bool(lines), "recorded", f"{name}, {', '.join(cases)}", "a GPU, cases and rows that stand in the records")
+    absent = [one for one in cases if all(line.case != one for line in lines)]
+    absent += [f"{count} rows" for count in counts or () if all(line.rows != count for line in lines)]
+    on_record = f"{' | '.join(sorted({record.case for record in times}))}, rows {_numbers(record.rows for record in times)}"
+    expect(bool(lines), "recorded", f"{name}, {', '.join(absent)}", on_record)
+    if absent:
+        typer.echo(f"not on record for {name}: {', '.join(absent)}", err=True)
     if as_json:
         print_json({"gpu": gpu, "lines": lines})
     else:
-        _print_bench(lines, [])
+        _print_bench(lines, [], "on the machine that this was recorded on: ")
     if plot is not None:
         report.plot(lines, plot)
 
 
-def _print_bench(lines: Sequence[Line], wrong: Sequence[str]) -> None:
+def _numbers(found: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(found))))
+
+
+def _print_bench(lines: Sequence[Line], wrong: Sequence[str], where: str = "") -> None:
+    """``where`` stands before remarks about the machine that measured."""
     from sglang_router_ext.bench import report
 
     out = console()
     for table in report.tables(lines):
         out.print(table)
-    for text in (*report.per_pass(lines), *report.remarks(lines), *(f"FAILED {text}" for text in wrong)):
+    remarks = (f"{where}{text}" for text in report.remarks(lines))
+    for text in (*report.per_pass(lines), *remarks, *(f"FAILED {text}" for text in wrong)):
         out.print(text, markup=False, soft_wrap=True)

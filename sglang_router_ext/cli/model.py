@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.contract import ContractError, Problem, expect
 
 FP32_GATES = ("glm4_moe",)
 """Model types whose gate weight is fp32 whatever their ``config.json`` says."""
@@ -18,6 +18,7 @@ SOFTMAX_DEFAULT = ("deepseek_v2",)
 UNLINKED = ("glm4_moe", "glm4_moe_lite", "kimi_k3", "kimi_linear")
 """Model types of the DeepSeek-V3 kind that SGLang does not build on DeepseekV2MoE, so that the plugin does not reach them."""
 REQUIRED = ("n_routed_experts", "hidden_size", "num_experts_per_tok")
+GROUPS = ("n_group", "topk_group")
 
 
 def stock_backends() -> list[str]:
@@ -50,11 +51,15 @@ def unlinked(model: str) -> str:
 
 def _read(model: str) -> dict[str, Any]:
     path = pathlib.Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    expect(file.is_file(), "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
     try:
+        file = path / "config.json" if path.is_dir() else path
+        expect(file.is_file(), "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except OSError as error:
+        expect(False, "model", f"{model[:200]}: {error.strerror}", "a folder or file that can be read")
+    except ContractError:
+        raise
+    except (ValueError, RecursionError) as error:
         expect(False, "model", f"{file}: {error}", "JSON")
     inner = config.get("text_config") or {} if isinstance(config, dict) else None
     expect(isinstance(inner, dict), "model", f"{file}: {str(config)[:40]}", "a JSON object, and so its text_config")
@@ -64,8 +69,8 @@ def _read(model: str) -> dict[str, Any]:
 def from_config(config: dict[str, Any]) -> Problem:
     """The problem of one layer from the fields of a Hugging Face configuration."""
     config = config.get("text_config") or config
-    for field in REQUIRED:
-        expect(isinstance(config.get(field), int), f"model: {field}", config.get(field), "an integer, as DeepSeek-V3's has")
+    for field in (*REQUIRED, *(field for field in GROUPS if config.get(field) is not None)):
+        expect(type(config.get(field)) is int, f"model: {field}", config.get(field), "an integer, as DeepSeek-V3's has")
     kind = config.get("model_type", "")
     softmax = kind in SOFTMAX_DEFAULT
     fp32 = kind in FP32_GATES or bool(config.get("router_fp32"))

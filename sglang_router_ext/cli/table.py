@@ -15,6 +15,9 @@ from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, Design, Rows
 
+LISTED_ROWS = 1024
+"""Row counts that ``explain`` lists one by one at most."""
+
 
 @app.command("list")
 def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
@@ -117,8 +120,13 @@ def explain(
     known = (*BACKENDS, *models.stock_backends())
     expect(backend in known, "moe-runner-backend", backend, " | ".join(known))
     ours = backend if backend in BACKENDS else None
-    asked = gate or settings.read().gate
-    found = explain_rows(problem, where, ours, asked, parse_rows(rows) if rows else None, unavailable)
+    expect(not gate or gate in GATES, "gate", gate, " | ".join(GATES))
+    read = settings.read()
+    asked = gate or read.gate
+    counts = parse_rows(rows) if rows else None
+    listed = 0 if counts is None else len(counts)
+    expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
+    found = explain_rows(problem, where, ours, asked, counts, unavailable)
     if as_json:
         print_json({"problem": problem, "gpu": where, "backend": backend, "gate": asked, "rows": found})
         return
@@ -128,6 +136,10 @@ def explain(
     note = models.unlinked(model)
     if note:
         out.print(f"note     {note}: SGLang's own router runs; below is what its shape would get", markup=False)
+    if not read.enabled:
+        out.print(
+            "note     SGLANG_ROUTER_EXT=0 turns the plugin off: SGLang runs stock; below is what it would do", markup=False
+        )
     table = Table(title="what runs", title_justify="left")
     for name in ("rows", "gate", "selection"):
         table.add_column(name)
@@ -145,4 +157,5 @@ def explain(
                 texts.setdefault("; ".join(entry.choice.losers[design.name]), []).append(str(entry.rows))
         for text, where_rows in texts.items():
             losers.add_row(design.name, ", ".join(where_rows), text)
-    out.print(losers)
+    if losers.row_count:
+        out.print(losers)

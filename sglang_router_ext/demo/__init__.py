@@ -33,8 +33,9 @@ def run(
     """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
 
     ``keep``: folder for checkpoint, logs and traces. ``dummy``: times only, on weights that SGLang makes up, so that a model of
-    any size can be timed. ``record``: write the times to the records of this GPU if everything agreed. These three matter with
-    a GPU only. ``say`` gets a line of progress at a time. Raises :class:`~sglang_router_ext.contract.ContractError`.
+    any size can be timed. ``record``: write the times to the records of this GPU, slower ones too, if all else holds. These
+    three matter with a GPU only. ``say`` gets a line of progress at a time.
+    Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
     import torch
 
@@ -42,7 +43,7 @@ def run(
     from sglang_router_ext.demo.checkpoint import Size
 
     expect(layers >= 2, "layers", layers, "at least 2: the first has no experts")
-    expect(moe_intermediate >= 16 and moe_intermediate % 16 == 0, "moe_intermediate", moe_intermediate, "multiples of 16")
+    expect(moe_intermediate >= 16 and moe_intermediate % 16 == 0, "moe-intermediate", moe_intermediate, "multiples of 16")
     size = Size(layers, moe_intermediate)
     if not torch.cuda.is_available():
         expect(not record, "record", "no CUDA GPU", "a machine with one: no time is measured without")
@@ -53,6 +54,6 @@ def run(
     from sglang_router_ext.demo import serve
 
     report = serve.run(size, say, keep=keep, dummy=dummy)
-    if record and report.agrees:
+    if record and report.right:
         records.write([serve.record_of(report)])
     return report

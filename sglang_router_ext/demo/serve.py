@@ -93,13 +93,18 @@ class ServeReport(msgspec.Struct, frozen=True):
         return all(spans(self.served).values())
 
     @property
-    def agrees(self) -> bool:
-        kept = self.replaced and self.timed and not self.too_slow
+    def right(self) -> bool:
+        """All that must hold but the pace, so that the times are worth keeping, lost ones too."""
+        kept = self.replaced and self.timed
         if self.stock is None:
             return kept
         noticed, followed = self.changed
         same = not followed.against and not any(judged.against for judged in self.same)
         return kept and same and bool(noticed.against)
+
+    @property
+    def agrees(self) -> bool:
+        return self.right and not self.too_slow
 
 
 def _kernels(time: RouterTime | None) -> list[str]:

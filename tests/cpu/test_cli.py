@@ -122,7 +122,12 @@ def test_configurations_of_other_kinds() -> None:
         (("explain", "--model", "nothing", "--gpu", "h200"), "error: model: got nothing, allowed: a folder with a config.json"),
         (("explain", "--model", "kimi-k2", "--gpu", "x1"), "error: gpu: got x1, allowed: "),
         (("explain", "--model", "kimi-k2", "--gpu", "h200", "--rows", "0"), "error: rows: got '0'"),
-        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", "x"), "error: SGLANG_ROUTER_EXT_GATE: got x"),
+        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", "x"), "error: gate: got x, allowed: auto | host"),
+        (
+            ("explain", "--model", "kimi-k2", "--gpu", "h200", "--rows", "1-2000"),
+            "error: rows: got 2000 row counts, allowed: at most",
+        ),
+        (("explain", "--model", "a" * 5000, "--gpu", "h200"), f"error: model: got {'a' * 200}: "),
         (
             ("explain", "--model", "kimi-k2", "--gpu", "h200", "--moe-runner-backend", "router_ext_x"),
             "error: moe-runner-backend: got router_ext_x, allowed: router_ext | router_ext_pair",
@@ -139,7 +144,14 @@ def test_configurations_of_other_kinds() -> None:
         (("bench", "--rows", "1-99999999999"), "error: rows: got '1-99999999999'"),
         (("bench", "--recorded", "h200", "--plot", "no-such-folder/x.png"), "error: plot: got no-such-folder/x.png"),
         (("bench", "--recorded", "h200", "--plot", "x.txt"), "error: plot: got x.txt, allowed: a .png file"),
+        (("bench", "--recorded", "h200", "--plot", "/proc/x.png"), "error: plot: got /proc/x.png"),
         (("bench", "--recorded", "h200", "--record"), "error: record: got what is on record already"),
+        (("bench", "--recorded", "b300"), "error: recorded: got b300, allowed: h200"),
+        (
+            ("bench", "--recorded", "h200", "--case", "deepseek-v3"),
+            "error: recorded: got h200, deepseek-v3, allowed: deepseek-v3-",
+        ),
+        (("bench", "--rows", "\u0663"), "error: rows: got"),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], text: str) -> None:
@@ -228,10 +240,40 @@ def test_a_report_ranks_and_relates() -> None:
     assert cells["floor-read"] == ["2.80"]
     assert cells["pair*"] == ["4.00"]
     assert cells["best of ours"] == ["pair"]
-    assert cells["best peer / ours"] == ["1.50x"]  # the aligned pair does more and is not raced
-    assert cells["sglang-pair / ours"] == ["1.50x"]
+    assert cells["sglang-pair / ours"] == ["1.50x"]  # the aligned pair does more and is not raced
+    assert "best peer / ours" not in cells
+    (table,) = report.tables([*LINES, line("flashinfer-pair", 5.0, ours=False)])
+    assert {str(column.header): list(column.cells) for column in table.columns}["best peer / ours"] == ["1.25x"]
     assert report.headline(LINES) == "glm-5.3-flash rows 1 cold: pair 4.00 us, sglang-pair 6.00 us, floor-read 2.80 us"
     assert report.per_pass(LINES) == ["glm-5.3-flash, rows 1, 42 layers: +0.084 ms saved against sglang-pair (pair)"]
+
+
+def test_replays_that_are_far_apart_are_shown() -> None:
+    assert record.microseconds(4.704, 4.6, 4.8) == "4.70"
+    assert record.microseconds(17.247, 12.605, 17.987) == "17.25 (12.6 to 18.0)"
+
+
+def test_what_is_not_on_record_is_said() -> None:
+    result = call("bench", "--recorded", "h200", "--case", "glm-5.3-flash", "--case", "deepseek-v3", "--rows", "1,77", "--json")
+    assert result.exit_code == 0
+    assert "not on record for h200: deepseek-v3, 77 rows" in result.stderr
+
+
+def test_explain_knows_that_the_plugin_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ROUTER_EXT", "0")
+    assert "turns the plugin off" in call("explain", "--model", "kimi-k2", "--gpu", "h200").output
+
+
+@pytest.mark.parametrize("change", [{"n_group": "eight"}, {"n_routed_experts": True}, {"topk_group": 1.5}])
+def test_fields_of_a_configuration_are_integers(change: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match=f"^model: {next(iter(change))}: got "):
+        from_config(DEEPSEEK | change)
+
+
+def test_a_configuration_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100000)
+    result = call("explain", "--model", str(tmp_path), "--gpu", "h200")
+    assert (result.exit_code, len(result.output.strip().splitlines())) == (2, 1)
 
 
 def test_what_has_no_time_is_said() -> None:

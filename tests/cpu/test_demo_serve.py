@@ -172,6 +172,7 @@ def test_a_slower_step_on_the_gpu_is_said_and_may_fail(
     monkeypatch.setenv("SLOWER_GPU", factor)
     report = served(tiny, fake_engine, dummy=True)
     assert report.agrees == agrees
+    assert report.right  # so a slower run is recorded too
     assert report.too_slow == ([] if agrees else serve.BATCHES)
     assert all("gpu" in measures for measures in report.slower.values())
     text = shown(report)

@@ -164,3 +164,21 @@ def test_a_copy_without_git_is_told_its_commit(tmp_path: pathlib.Path, monkeypat
     assert machine.commit() == "unknown"
     monkeypatch.setenv("GIT_COMMIT", "4f38c7e")
     assert machine.commit() == "4f38c7e"
+
+
+def test_records_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "h200.jsonl").mkdir()
+    with pytest.raises(record.RecordError, match="directory"):
+        record.read_all(tmp_path)
+
+
+def test_a_checkout_with_changes_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        returncode, stdout = 0, " M file"
+
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: Answer)
+    monkeypatch.setattr(machine.shutil, "which", lambda _: "git")
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    assert machine.commit() in ("dirty", "unknown")
+    monkeypatch.setenv("GIT_COMMIT", "4f38c7e")
+    assert machine.commit() == "4f38c7e"
