@@ -9,9 +9,11 @@ from sglang_router_ext.demo import pace
 from sglang_router_ext.demo.cpu import BACKEND, CpuReport
 from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.demo.serve import OURS, STOCK, Judged, ServeReport, spans
-from sglang_router_ext.demo.trace import RouterTime
+from sglang_router_ext.demo.trace import RouterTime, StepTime
 
 SHOWN = 4
+MOVED = 4
+"""Kernels of a batch size, at most, that are shown for taking another time."""
 
 
 def show(report: CpuReport | ServeReport, console: Console) -> None:
@@ -125,12 +127,15 @@ def _show_gpu(report: ServeReport, console: Console) -> None:
         times = stock.gpu[size], ours.gpu[size]
         table.add_row(
             str(size),
-            *("[red]not found[/]" if time is None else _spread(time.span_us, "us", 1) for time in times),
+            *("[red]not found[/]" if time is None else _step(time) for time in times),
             "" if pair is None else _difference(*pair, pace.by_gpu(*pair)),
             *("" if time is None else f"{time.busy_us:.1f} / {time.sum_us:.1f} us" for time in times),
         )
     console.print(table)
     console.print("busy: at least one kernel runs. sum: all kernels' times, also where they overlap or wait for one another.")
+    moved = _moved(report)
+    if moved.row_count:
+        console.print(moved)
     if not report.timed:
         console.print("[red]The profiles do not show the decode steps of both engines at every batch size.[/]")
     if report.too_slow:
@@ -142,6 +147,31 @@ def _show_gpu(report: ServeReport, console: Console) -> None:
     console.print(table)
     if not report.replaced:
         console.print("[red]The profile does not show the plugin's kernels at every batch size.[/]")
+
+
+def _step(time: StepTime) -> str:
+    apart = max(time.profiles_us) > (1 + pace.NOTICED) * min(time.profiles_us)
+    return _spread(time.span_us, "us", 1) + (
+        f"\nby profile {', '.join(f'{us:.0f}' for us in time.profiles_us)}" if apart else ""
+    )
+
+
+def _moved(report: ServeReport) -> Table:
+    """The kernels whose time in a step differs most between the engines: the router's, or whatever else it is."""
+    table = _numbers("What differs in a step, us a kernel", "requests", "kernel", STOCK, OURS)
+    for size, stock in report.served[STOCK].gpu.items():
+        ours = report.served[OURS].gpu[size]
+        if stock is None or ours is None:
+            continue
+        pairs = {
+            name: (stock.kernel_us.get(name, 0.0), ours.kernel_us.get(name, 0.0)) for name in stock.kernel_us | ours.kernel_us
+        }
+        far = sorted(pairs, key=lambda name: -abs(pairs[name][1] - pairs[name][0]))[:MOVED]
+        for name in far:
+            one, other = pairs[name]
+            if abs(other - one) > pace.NOTICED * stock.sum_us:
+                table.add_row(str(size), name, f"{one:.1f}", f"{other:.1f}")
+    return table
 
 
 def _numbers(title: str, *columns: str) -> Table:

@@ -49,6 +49,10 @@ class StepTime(msgspec.Struct, frozen=True):
     sum_us: float
     """All kernels' times together, kernels that overlap counted each; median."""
     kernels: int
+    profiles_us: list[float] = []
+    """Median span in each profile: where these differ, something else than the router did."""
+    kernel_us: dict[str, float] = {}
+    """Name -> times of all kernels of that name together; median."""
 
 
 class RouterTime(msgspec.Struct, frozen=True):
@@ -86,15 +90,31 @@ def replays(listed: list[Kernel]) -> list[list[Kernel]]:
 
 def step_time(traces: list[list[Kernel]], steps: int) -> StepTime | None:
     """The decode steps of traces in which there are ``steps`` each; None where not even half of them are found."""
-    found = [replay for listed in traces for replay in replays(listed)]
+    profiles = [replays(listed) for listed in traces]
+    found = [replay for profile in profiles for replay in profile]
     if not found or len(found) < steps * len(traces) / 2:
         return None
     return StepTime(
-        spread([max(kernel.end_us for kernel in step) - step[0].start_us for step in found]),
+        spread([_span(step) for step in found]),
         round(statistics.median(_covered(step) for step in found), 2),
         round(statistics.median(sum(kernel.end_us - kernel.start_us for kernel in step) for step in found), 2),
         len(found[0]),
+        [round(statistics.median(map(_span, profile)), 2) for profile in profiles if profile],
+        _by_name(found),
     )
+
+
+def _span(step: list[Kernel]) -> float:
+    return max(kernel.end_us for kernel in step) - step[0].start_us
+
+
+def _by_name(steps: list[list[Kernel]]) -> dict[str, float]:
+    times: dict[str, list[float]] = {}
+    for number, step in enumerate(steps):
+        for kernel in step:
+            mine = times.setdefault(short(kernel.name), [0.0] * len(steps))
+            mine[number] += kernel.end_us - kernel.start_us
+    return {name: round(statistics.median(mine), 2) for name, mine in sorted(times.items())}
 
 
 def _covered(listed: list[Kernel]) -> float:

@@ -143,14 +143,23 @@ def test_steps_are_found_where_they_follow_without_a_gap() -> None:
 
 def test_kernels_on_two_streams_and_in_each_others_tails_count_once_in_busy() -> None:
     # Per layer: 9 us with two streams (2 + 7 busy, 2 + 7 + 2.5 + 2 + 2 summed); the second layer starts at 100.
-    assert trace.step_time([served_trace(STOCK_LAYER, 5)], 5) == StepTime(Spread(109.0, 109.0, 109.0, 5), 18.0, 31.0, 10)
+    stock = {"FusedAddRMSNormKernel": 4.0, "_router_triton_kernel": 4.0, "moe_align": 4.0, "shared_gate_up": 14.0}
+    stock["tiny_n_gemm_kernel"] = 5.0
+    assert trace.step_time([served_trace(STOCK_LAYER, 5)], 5) == StepTime(
+        Spread(109.0, 109.0, 109.0, 5), 18.0, 31.0, 10, [109.0], stock
+    )
     # Dependent launches: [0, 2], [1, 4] and [1.5, 4.5].
-    assert trace.step_time([served_trace(OUR_LAYER, 4)] * 2, 4) == StepTime(Spread(104.5, 104.5, 104.5, 8), 9.0, 16.0, 6)
+    ours = {"FusedAddRMSNormKernel": 4.0, "small_rows_kernel": 6.0, "warp_select_kernel": 6.0}
+    assert trace.step_time([served_trace(OUR_LAYER, 4)] * 2, 4) == StepTime(
+        Spread(104.5, 104.5, 104.5, 8), 9.0, 16.0, 6, [104.5, 104.5], ours
+    )
 
 
 def test_a_kernel_within_another_adds_nothing_to_busy() -> None:
     nested = [Kernel(0, 10, "long", 7, 1), Kernel(2, 5, "short", 13, 1), Kernel(12, 13, "last", 7, 1)]
-    assert trace.step_time([nested], 1) == StepTime(Spread(13, 13, 13, 1), 11.0, 14.0, 3)
+    found = trace.step_time([nested], 1)
+    assert found is not None
+    assert (found.span_us, found.busy_us, found.sum_us) == (Spread(13, 13, 13, 1), 11.0, 14.0)
 
 
 def test_the_span_is_the_median_of_the_steps() -> None:

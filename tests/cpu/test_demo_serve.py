@@ -13,7 +13,7 @@ from rich.console import Console
 from sglang_router_ext.demo import checkpoint, engine, serve, show
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.pace import Spread
-from sglang_router_ext.demo.trace import RouterTime, StepTime
+from sglang_router_ext.demo.trace import RouterTime
 from sglang_router_ext.demo.worker import EngineFailed
 
 ENGINE = '''
@@ -119,12 +119,18 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     assert report.together
     ours = report.served[serve.OURS]
     assert ours.router[6] == RouterTime(["small_rows_kernel", "warp_select_kernel"], 5.0, 30)
-    assert ours.gpu[6] == StepTime(Spread(100.0, 100.0, 100.0, 30), 8.0, 8.0, 4)
+    step = ours.gpu[6]
+    assert step is not None
+    assert (step.span_us, step.busy_us, step.sum_us, step.kernels) == (Spread(100.0, 100.0, 100.0, 30), 8.0, 8.0, 4)
+    assert step.profiles_us == [100.0, 100.0]
+    assert step.kernel_us == {"norm": 2.0, "small_rows_kernel": 2.0, "warp_select_kernel": 2.0, "experts": 2.0}
     assert all(0.05 < clock.median < 5 and clock.count == 8 for clock in ours.clock_ms.values())
     assert not any("gpu" in measures for measures in report.slower.values())
     text = shown(report)
     assert "Everything that must hold does" in text
     assert "noticed" in text
+    assert "What differs in a step" in text
+    assert "small_rows_kernel │" in text
     assert "of 8 rounds each, in turn" in text
     assert "+0.0%, within 1%" in text
     fields = msgspec.json.decode(serve.record_of(report).line)
