@@ -28,6 +28,7 @@ from sglang_router_ext.bench.record import (
     microseconds,
     read_all,
 )
+from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
@@ -157,15 +158,11 @@ def _router(engine: dict[str, Any], size: str) -> str:
 
 def _gpu_step(engine: dict[str, Any], size: str) -> str:
     step = engine["gpu"][size]
-    return "-" if step is None else _spread(step["span_us"], 0)
+    return "-" if step is None else msgspec.convert(step["span_us"], Spread).text(0)
 
 
 def _clock_step(engine: dict[str, Any], size: str) -> str:
-    return _spread(engine["clock_ms"][size], 3)
-
-
-def _spread(found: dict[str, float], digits: int) -> str:
-    return f"{found['median']:.{digits}f} ({found['p10']:.{digits}f} to {found['p90']:.{digits}f})"
+    return msgspec.convert(engine["clock_ms"][size], Spread).text(3)
 
 
 def _fastest(records: Iterable[BenchRecord]) -> BenchRecord | None:

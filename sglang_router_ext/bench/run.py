@@ -15,7 +15,7 @@ from sglang_router_ext.bench.clock import RAISED, REPLAYS, Clock, Timing, Varian
 from sglang_router_ext.bench.inputs import Inputs, random_inputs
 from sglang_router_ext.bench.launch import launch, run_at_once, truth
 from sglang_router_ext.bench.peers import PEERS, Missing, note
-from sglang_router_ext.bench.record import BenchRecord, Identity, Record, current_hash
+from sglang_router_ext.bench.record import BenchRecord, Identity, current_hash
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import STAGES, ContractError, Gpu, Problem
 from sglang_router_ext.designs import DESIGNS, Design, Numerics
@@ -184,8 +184,8 @@ def build_ahead(case: Case, gpu: Gpu | None, device: torch.device | str, say: Ca
     run_at_once([entry.variant.call for entry in entries if entry.line.design in {*compiled, *COMPILED_PEERS}], say)
 
 
-def recorded(records: Sequence[Record], gpu: str, cases: Sequence[str]) -> list[Line]:
-    """The times on record for ``gpu`` (as the driver names it) and ``cases``, as :func:`measure` gave them."""
+def recorded(times: Sequence[BenchRecord]) -> list[Line]:
+    """What :func:`records` wrote, as :func:`measure` gave it."""
     return [
         Line(
             case=record.case,
@@ -197,8 +197,7 @@ def recorded(records: Sequence[Record], gpu: str, cases: Sequence[str]) -> list[
             timing=Timing(**{name: getattr(record, name) for name in Timing.__struct_fields__}),
             note=record.note,
         )
-        for record in records
-        if isinstance(record, BenchRecord) and record.gpu == gpu and record.case in cases
+        for record in times
     ]
 
 

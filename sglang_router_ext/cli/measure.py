@@ -214,8 +214,8 @@ def _show_recorded(
     times = [record for record in records if isinstance(record, BenchRecord) and record.gpu == gpu.name]
     lines = [
         line
-        for line in run.recorded(records, gpu.name, cases)
-        if (counts is None or line.rows in counts) and (not caches or line.cache in caches)
+        for line in run.recorded(times)
+        if line.case in cases and (counts is None or line.rows in counts) and (not caches or line.cache in caches)
     ]
     absent = [one for one in cases if all(line.case != one for line in lines)]
     absent += [f"{count} rows" for count in counts or () if all(line.rows != count for line in lines)]

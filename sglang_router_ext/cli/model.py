@@ -33,18 +33,20 @@ def stock_backends() -> list[str]:
     raise RuntimeError("sglang: arg_groups/choices.py defines no MOE_RUNNER_BACKEND_CHOICES")
 
 
-def problem_of(model: str) -> Problem:
-    """``model``: a case name, a checkpoint's folder, or its ``config.json``.
+def read(model: str) -> tuple[Problem, str]:
+    """The problem of one layer of ``model``, and why the plugin does not reach its router ("" where it does).
 
+    ``model``: a case name, a checkpoint's folder, or its ``config.json``.
     Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
     configuration is not of the DeepSeek-V3 kind.
     """
-    return CASES[model].problem if model in CASES else from_config(_read(model))
+    if model in CASES:
+        return CASES[model].problem, ""
+    config = _read(model)
+    return from_config(config), _unlinked(config)
 
 
-def unlinked(model: str) -> str:
-    """Why the plugin does not reach the router of ``model``, as :func:`problem_of` takes it; "" where it does."""
-    config = {} if model in CASES else _read(model)
+def _unlinked(config: dict[str, Any]) -> str:
     kind = (config.get("text_config") or config).get("model_type", "")
     return f"{kind} has MoE modules of its own in SGLang, which the plugin does not link" if kind in UNLINKED else ""
 

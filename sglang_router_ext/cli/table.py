@@ -115,7 +115,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
-    problem = models.problem_of(model)
+    problem, note = models.read(model)
     where, unavailable = (gpu_by_name(gpu), {}) if gpu else _this_gpu()
     known = (*BACKENDS, *models.stock_backends())
     expect(backend in known, "moe-runner-backend", backend, " | ".join(known))
@@ -133,7 +133,6 @@ def explain(
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
     out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
-    note = models.unlinked(model)
     if note:
         out.print(f"note     {note}: SGLang's own router runs; below is what its shape would get", markup=False)
     if not read.enabled:

@@ -28,6 +28,9 @@ class Spread(msgspec.Struct, frozen=True):
     p90: float
     count: int
 
+    def text(self, digits: int, unit: str = "") -> str:
+        return f"{self.median:.{digits}f}{unit and f' {unit}'} ({self.p10:.{digits}f} to {self.p90:.{digits}f})"
+
     def apart(self, other: Spread) -> bool:
         return self.p10 > other.p90 or other.p10 > self.p90
 

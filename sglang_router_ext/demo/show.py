@@ -101,7 +101,7 @@ def _show_clock(report: ServeReport, console: Console) -> None:
     )
     for size in stock:
         pair = stock[size], ours[size]
-        table.add_row(str(size), *(_spread(found, "ms", 3) for found in pair), _difference(*pair, pace.by_clock(*pair)))
+        table.add_row(str(size), *(found.text(3, "ms") for found in pair), _difference(*pair, pace.by_clock(*pair)))
     console.print(table)
     console.print("While timed, every sequence repeats one token, so that both engines run the same experts.")
     if not report.together:
@@ -151,9 +151,7 @@ def _show_gpu(report: ServeReport, console: Console) -> None:
 
 def _step(time: StepTime) -> str:
     apart = max(time.profiles_us) > (1 + pace.NOTICED) * min(time.profiles_us)
-    return _spread(time.span_us, "us", 1) + (
-        f"\nby profile {', '.join(f'{us:.0f}' for us in time.profiles_us)}" if apart else ""
-    )
+    return time.span_us.text(1, "us") + (f"\nby profile {', '.join(f'{us:.0f}' for us in time.profiles_us)}" if apart else "")
 
 
 def _moved(report: ServeReport) -> Table:
@@ -179,10 +177,6 @@ def _numbers(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     return table
-
-
-def _spread(found: Spread, unit: str, digits: int) -> str:
-    return f"{found.median:.{digits}f} {unit} ({found.p10:.{digits}f} to {found.p90:.{digits}f})"
 
 
 def _difference(stock: Spread, ours: Spread, word: str) -> str:

@@ -49,9 +49,9 @@ class StepTime(msgspec.Struct, frozen=True):
     sum_us: float
     """All kernels' times together, kernels that overlap counted each; median."""
     kernels: int
-    profiles_us: list[float] = []
+    profiles_us: list[float]
     """Median span in each profile: where these differ, something else than the router did."""
-    kernel_us: dict[str, float] = {}
+    kernel_us: dict[str, float]
     """Name -> times of all kernels of that name together; median."""
 
 
