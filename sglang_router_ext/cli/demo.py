@@ -19,7 +19,9 @@ def demo(
     layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
     moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
     keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces")] = None,
-    dummy: Annotated[bool, typer.Option("--dummy", help="times only, on weights that SGLang makes up")] = False,
+    in_memory: Annotated[
+        bool, typer.Option("--in-memory", help="draw the weights on the GPU, for more than a disk takes")
+    ] = False,
     record: Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -31,7 +33,7 @@ def demo(
     with Ticker("demo") as ticker:
         try:
             report = demonstration.run(
-                layers=layers, moe_intermediate=moe_intermediate, keep=keep, dummy=dummy, record=record, say=ticker.say
+                layers=layers, moe_intermediate=moe_intermediate, keep=keep, in_memory=in_memory, record=record, say=ticker.say
             )
         except EngineFailed as error:
             typer.echo(f"error: {error}", err=True)

@@ -1,6 +1,6 @@
 """``sglang-router-ext demo``: stock SGLang and the plugin side by side. Imports no torch until it runs.
 
-checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds
+checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds; weights.py draws it inside an engine
 serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
 compare.py      whether their tokens agree
 pace.py         which is faster, by the clock and on the GPU; trace.py reads the profiles
@@ -26,15 +26,15 @@ def run(
     layers: int = LAYERS,
     moe_intermediate: int = MOE_INTERMEDIATE,
     keep: pathlib.Path | None = None,
-    dummy: bool = False,
+    in_memory: bool = False,
     record: bool = False,
     say: Callable[[str], None] = print,
 ) -> CpuReport | ServeReport:
     """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
 
-    ``keep``: folder for checkpoint, logs and traces. ``dummy``: times only, on weights that SGLang makes up, so that a model of
-    any size can be timed. ``record``: write the times to the records of this GPU, slower ones too, if all else holds. These
-    three matter with a GPU only. ``say`` gets a line of progress at a time.
+    ``keep``: folder for checkpoint, logs and traces. ``in_memory``: draw the weights on the GPU instead of writing them,
+    so that a model of any size can be served. ``record``: write the times to the records of this GPU, slower ones too, if all
+    else holds. These three matter with a GPU only. ``say`` gets a line of progress at a time.
     Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
     import torch
@@ -53,7 +53,7 @@ def run(
     from sglang_router_ext.bench import record as records
     from sglang_router_ext.demo import serve
 
-    report = serve.run(size, say, keep=keep, dummy=dummy)
+    report = serve.run(size, say, keep=keep, in_memory=in_memory)
     if record and report.right:
         records.write([serve.record_of(report)])
     return report

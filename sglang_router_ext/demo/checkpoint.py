@@ -132,16 +132,16 @@ def shards(model: dict) -> Iterator[list[Spec]]:
     ]
 
 
-def make(spec: Spec) -> torch.Tensor:
-    """The tensor of ``spec``; depends on its name and shape only, so any one can be had without the others."""
+def make(spec: Spec, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The tensor of ``spec``; depends on its name, its shape and the kind of device, so one can be had without the others."""
     seed = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:7], "little")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     if spec.scale is None:
-        mean = torch.rand(3, *spec.shape, dtype=torch.float32, generator=generator).mean(0)
+        mean = torch.rand(3, *spec.shape, dtype=torch.float32, device=device, generator=generator).mean(0)
         return BIAS_CENTRE + BIAS_SPREAD * (mean - 0.5)
     if spec.scale == 0:
-        return torch.ones(spec.shape, dtype=torch.bfloat16)
-    return torch.empty(spec.shape, dtype=torch.bfloat16).normal_(0, spec.scale, generator=generator)
+        return torch.ones(spec.shape, dtype=torch.bfloat16, device=device)
+    return torch.empty(spec.shape, dtype=torch.bfloat16, device=device).normal_(0, spec.scale, generator=generator)
 
 
 def rounded(bias: torch.Tensor) -> torch.Tensor:
@@ -167,8 +167,6 @@ def write(size: Size, path: pathlib.Path, say: Callable[[str], None] = print) ->
     """The checkpoint of ``size`` at ``path``, written unless it is there: whole or not at all.
 
     Raises :class:`~sglang_router_ext.contract.ContractError` for a folder or a disk that cannot take it.
-
-    Beside the model lies ``changed/``: the selection biases alone, narrowed to bf16, for ``update_weights_from_disk``.
     """
     identity, mark = _identity(size), path / "identity"
     if mark.exists() and mark.read_text() == identity:
@@ -192,7 +190,7 @@ def write(size: Size, path: pathlib.Path, say: Callable[[str], None] = print) ->
 def _write_into(path: pathlib.Path, model: dict, say: Callable[[str], None]) -> None:
     from safetensors.torch import save_file
 
-    (path / "changed").mkdir(parents=True)
+    path.mkdir(parents=True)
     listed = list(shards(model))
     places: dict[str, str] = {}
     with ThreadPoolExecutor() as pool:
@@ -202,8 +200,6 @@ def _write_into(path: pathlib.Path, model: dict, say: Callable[[str], None]) -> 
             tensors = dict(zip([spec.name for spec in specs], pool.map(make, specs), strict=True))
             save_file(tensors, path / file, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, file)
-    biases = {spec.name: rounded(make(spec)) for specs in listed for spec in specs if spec.scale is None}
-    save_file(biases, path / "changed" / "model.safetensors", metadata={"format": "pt"})
     index = {"metadata": {"total_size": bytes_of(model)}, "weight_map": places}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     (path / "config.json").write_text(json.dumps(model, indent=2))

@@ -60,9 +60,9 @@ class Profile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
-    """Load the weights in ``folder`` over those that are there; the answer is null."""
+    """Call ``function``, one of ``weights.py``, on the model; the answer is null."""
 
-    folder: str
+    function: str
 
 
 Request = Tokens | Time | Profile | Change
@@ -99,7 +99,7 @@ class Session:
             case Profile():
                 return self._profile(request.size)
             case Change():
-                self._load(request.folder)
+                self._change(request.function)
                 return None
 
     def _generate(self, batch: list[list[int]], tokens: int, *, tops: bool = False, held: bool = False) -> list[dict]:
@@ -141,10 +141,10 @@ class Session:
         (file,) = {*folder.glob("*.trace.json.gz")} - before
         return str(file)
 
-    def _load(self, folder: str) -> None:
-        done, message = self.engine.update_weights_from_disk(folder)[:2]
+    def _change(self, function: str) -> None:
+        done, message = self.engine.update_weights_from_tensor([], load_format=function)[:2]
         if not done:
-            raise RuntimeError(f"update_weights_from_disk({folder}): {message}")
+            raise RuntimeError(f"update_weights_from_tensor, {function}: {message}")
 
 
 def _tops(answer: dict) -> list[list]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from sglang_router_ext.bench.record import OtherRecord, decode, new_run
-from sglang_router_ext.demo import checkpoint, pace, trace
+from sglang_router_ext.demo import checkpoint, pace, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, verdict, yardstick
 from sglang_router_ext.demo.engine import PROFILED_STEPS, Change, Plan, Profile, Time, Tokens
@@ -67,8 +67,8 @@ class ServeReport(msgspec.Struct, frozen=True):
     slower: dict[int, list[str]]
     """Batch size -> by which measures a decode step takes longer with the plugin: ``clock``, beyond the spread of the rounds,
     and ``gpu``, by more than a percent."""
-    stock: Yardstick | None
-    """How far stock runs of different batch sizes are from each other; None with dummy weights."""
+    stock: Yardstick
+    """How far stock runs of different batch sizes are from each other."""
     same: list[Judged]
     """Plugin against stock: must be the same computation."""
     changed: list[Judged]
@@ -95,12 +95,9 @@ class ServeReport(msgspec.Struct, frozen=True):
     @property
     def right(self) -> bool:
         """All that must hold but the pace, so that the times are worth keeping, lost ones too."""
-        kept = self.replaced and self.timed
-        if self.stock is None:
-            return kept
         noticed, followed = self.changed
         same = not followed.against and not any(judged.against for judged in self.same)
-        return kept and same and bool(noticed.against)
+        return self.replaced and self.timed and same and bool(noticed.against)
 
     @property
     def agrees(self) -> bool:
@@ -142,8 +139,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """As ``runs`` at CHANGED_BATCH, with the changed selection biases."""
 
 
-def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = None, dummy: bool = False) -> ServeReport:
-    """Serve the checkpoint of ``size`` with both engines. ``dummy``: random weights that SGLang makes up, so times only.
+def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = None, in_memory: bool = False) -> ServeReport:
+    """Serve the checkpoint of ``size`` with both engines. ``in_memory``: each draws its weights on the GPU, nothing is written.
 
     ``keep``: folder for the checkpoint, the logs and the traces. Raises :class:`~sglang_router_ext.demo.worker.EngineFailed`.
     """
@@ -152,8 +149,8 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
     started = time.monotonic()
     model = checkpoint.config(size)
     with _folder(keep) as work:
-        if dummy:
-            path = work / "dummy"
+        if in_memory:
+            path = work / "model"
             path.mkdir(exist_ok=True)
             (path / "config.json").write_text(json.dumps(model))
         else:
@@ -161,18 +158,17 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
         free, _total = torch.cuda.mem_get_info()
         together = fits_twice(model, free)
         workers = [
-            Worker(name, _plan(name, path, model, work / name, free, dummy=dummy), say, plugin=name == OURS)
+            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == OURS)
             for name in (STOCK, OURS)
         ]
-        changed_biases = None if dummy else path / "changed"
         outcomes: dict[str, Outcome] = {}
         for group in [workers] if together else [[worker] for worker in workers]:
-            outcomes |= _work(group, changed_biases, say)
+            outcomes |= _work(group, say, in_memory=in_memory)
         for name, outcome in outcomes.items():
             (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
         say("reading the profiles")
         served = {name: _served(outcome) for name, outcome in outcomes.items()}
-    stock, same, changed = (None, [], []) if dummy else _judge(outcomes[STOCK], outcomes[OURS])
+    stock, same, changed = _judge(outcomes[STOCK], outcomes[OURS])
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
@@ -216,12 +212,13 @@ def memory_fraction(free: int) -> float:
     return round(max(0.5, 1 - RESERVE / free), 4)
 
 
-def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: int, *, dummy: bool) -> Plan:
+def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: int, *, in_memory: bool) -> Plan:
     """What both engines do; they differ in the backend alone. Stock names the expert kernels that the plugin keeps."""
     return Plan(
         arguments={
             "model_path": str(path),
-            "load_format": "dummy" if dummy else "auto",
+            "load_format": "dummy" if in_memory else "auto",
+            "custom_weight_loader": [weights.DRAW, weights.NARROW],
             "moe_runner_backend": "triton" if name == STOCK else name,
             "skip_tokenizer_init": True,
             "attention_backend": "triton",
@@ -244,19 +241,21 @@ def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: 
     )
 
 
-def _work(workers: list[Worker], changed: pathlib.Path | None, say: Callable[[str], None]) -> dict[str, Outcome]:
-    """All that is asked of ``workers``, which run together; tokens only if there is a folder of ``changed`` biases."""
+def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool) -> dict[str, Outcome]:
+    """All that is asked of ``workers``, which run together."""
     with contextlib.ExitStack() as stack:
         for worker in workers:
             stack.callback(worker.kill)
             worker.start()
         outcomes = {worker.name: Outcome(start_s=worker.wait_ready()) for worker in workers}
-        if changed is not None:
-            for worker in workers:
-                for size in BATCHES:
-                    count = min(SEQUENCES, 16 * size)
-                    say(f"{worker.name}: {count} sequences in batches of {size}")
-                    outcomes[worker.name].runs[size] = worker.ask(Tokens(size, count), Run)
+        for worker in workers:
+            if in_memory:
+                say(f"{worker.name}: drawing weights")
+                worker.ask(Change(weights.DRAW), type(None))
+            for size in BATCHES:
+                count = min(SEQUENCES, 16 * size)
+                say(f"{worker.name}: {count} sequences in batches of {size}")
+                outcomes[worker.name].runs[size] = worker.ask(Tokens(size, count), Run)
         names = " and ".join(worker.name for worker in workers)
         for size in BATCHES:
             say(f"{names}: timing decode steps of {size}")
@@ -266,11 +265,10 @@ def _work(workers: list[Worker], changed: pathlib.Path | None, say: Callable[[st
             say(f"{names}: profiling decode steps of {size}")
             for worker in in_turn(workers, PROFILES):
                 outcomes[worker.name].traces.setdefault(size, []).append(worker.ask(Profile(size), str))
-        if changed is not None:
-            for worker in workers:
-                say(f"{worker.name}: the same with changed selection biases")
-                worker.ask(Change(str(changed)), type(None))
-                outcomes[worker.name].changed = worker.ask(Tokens(CHANGED_BATCH, SEQUENCES), Run)
+        for worker in workers:
+            say(f"{worker.name}: the same with changed selection biases")
+            worker.ask(Change(weights.NARROW), type(None))
+            outcomes[worker.name].changed = worker.ask(Tokens(CHANGED_BATCH, SEQUENCES), Run)
         for worker in workers:
             worker.finish()
     return outcomes
@@ -292,7 +290,7 @@ def record_of(report: ServeReport) -> OtherRecord:
         "kind": RECORD_KIND,
         "problem": report.problem,
         "moe_layers": report.moe_layers,
-        "weights": "dummy" if report.stock is None else "demo",
+        "weights": "demo",
         "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
         "slower": report.slower,

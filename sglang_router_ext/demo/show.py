@@ -70,9 +70,6 @@ def _show_serve(report: ServeReport, console: Console) -> None:
     console.print(f"Engine starts: {starts}")
     _show_clock(report, console)
     _show_gpu(report, console)
-    if report.stock is None:
-        console.print("Dummy weights: tokens are not compared.")
-        return
     table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
     for judged in report.same:
         table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))

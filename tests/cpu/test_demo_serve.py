@@ -21,15 +21,17 @@ ENGINE = '''
 import gzip, json, os, pathlib, random, time
 
 class Engine:
-    def __init__(self, *, model_path, moe_runner_backend, **options):
+    def __init__(self, *, model_path, moe_runner_backend, load_format, custom_weight_loader, **options):
         if os.environ.get("BROKEN_ENGINE"):
             raise RuntimeError("out of memory, say")
         self.ours = moe_runner_backend != "triton"
         assert os.environ["SGLANG_ROUTER_EXT"] == ("1" if self.ours else "0")
-        self.biases = "fp32"
+        self.biases, self.drawn = "fp32", load_format == "auto"
+        assert custom_weight_loader == [f"sglang_router_ext.demo.weights.{name}" for name in ("draw", "narrow_biases")]
 
     def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         answers = []
+        assert self.drawn or not return_logprob, "tokens of dummy weights"
         for prompt, params in zip(input_ids, sampling_params, strict=True):
             count = params["max_new_tokens"]
             held = params.get("logit_bias")
@@ -68,9 +70,13 @@ class Engine:
         body = gzip.compress(json.dumps({"traceEvents": events}).encode())
         (self.folder / f"{number}-TP-0.trace.json.gz").write_bytes(body)
 
-    def update_weights_from_disk(self, folder):
-        self.biases = folder
-        return True, "done", 0
+    def update_weights_from_tensor(self, named_tensors, load_format):
+        assert named_tensors == []
+        if "FROZEN_ENGINE" in os.environ:
+            return False, "weights are frozen"
+        self.drawn |= load_format.endswith("draw")
+        self.biases = load_format
+        return True, "done"
 
     def shutdown(self):
         pass
@@ -98,8 +104,8 @@ def fake_engine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tiny: S
     return tmp_path / "kept"
 
 
-def served(tiny: Size, keep: pathlib.Path, *, dummy: bool = False) -> serve.ServeReport:
-    return serve.run(tiny, lambda _text: None, keep=keep, dummy=dummy)
+def served(tiny: Size, keep: pathlib.Path, *, in_memory: bool = False) -> serve.ServeReport:
+    return serve.run(tiny, lambda _text: None, keep=keep, in_memory=in_memory)
 
 
 def shown(report: serve.ServeReport) -> str:
@@ -140,7 +146,7 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
 
 
 def test_a_record_takes_the_place_of_one_with_other_findings(tiny: Size, fake_engine: pathlib.Path) -> None:
-    report = served(tiny, fake_engine, dummy=True)
+    report = served(tiny, fake_engine)
     other = msgspec.structs.replace(report, together=False, slower={1: ["clock"]})
     assert serve.record_of(report).key == serve.record_of(other).key
 
@@ -148,7 +154,7 @@ def test_a_record_takes_the_place_of_one_with_other_findings(tiny: Size, fake_en
 def order_of(tiny: Size, keep: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[serve.ServeReport, list[str]]:
     keep.mkdir()
     monkeypatch.setenv("ORDER", str(keep / "order"))
-    report = served(tiny, keep, dummy=True)
+    report = served(tiny, keep)
     timed = [entry for entry in (keep / "order").read_text().split() if entry.endswith(f":{engine.LONG}")]
     return report, [entry.partition(":")[0] for entry in timed]
 
@@ -176,7 +182,7 @@ def test_a_slower_step_on_the_gpu_is_said_and_may_fail(
     tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch, factor: str, agrees: bool, change: str
 ) -> None:
     monkeypatch.setenv("SLOWER_GPU", factor)
-    report = served(tiny, fake_engine, dummy=True)
+    report = served(tiny, fake_engine)
     assert report.agrees == agrees
     assert report.right  # so a slower run is recorded too
     assert report.too_slow == ([] if agrees else serve.BATCHES)
@@ -188,7 +194,7 @@ def test_a_slower_step_on_the_gpu_is_said_and_may_fail(
 
 def test_a_slower_step_by_the_clock_is_said(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOWER_CLOCK", "5")
-    report = served(tiny, fake_engine, dummy=True)
+    report = served(tiny, fake_engine)
     assert report.slower[1] == ["clock"]
     assert report.agrees
     assert "%, slower" in shown(report)
@@ -196,14 +202,14 @@ def test_a_slower_step_by_the_clock_is_said(tiny: Size, fake_engine: pathlib.Pat
 
 def test_profiles_without_the_steps_do_not_pass(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "7")
-    report = served(tiny, fake_engine, dummy=True)
+    report = served(tiny, fake_engine)
     assert report.replaced and not report.timed and not report.agrees
     assert "do not show the decode steps" in shown(report)
 
 
 def test_a_folder_can_be_used_again(tiny: Size, fake_engine: pathlib.Path) -> None:
-    served(tiny, fake_engine, dummy=True)
-    assert served(tiny, fake_engine, dummy=True).agrees
+    served(tiny, fake_engine)
+    assert served(tiny, fake_engine).agrees
     assert len([*fake_engine.glob("stock/trace-1/*")]) == 2 * serve.PROFILES
     assert msgspec.json.decode((fake_engine / "stock/outcome.json").read_bytes(), type=serve.Outcome).traces.keys() == {
         1,
@@ -228,12 +234,19 @@ def test_a_comparison_that_cannot_fail_does_not_pass(tiny: Size, fake_engine: pa
     assert not unnoticed.agrees
 
 
-def test_dummy_weights_give_times_only(tiny: Size, fake_engine: pathlib.Path) -> None:
-    report = served(tiny, fake_engine, dummy=True)
-    assert report.agrees
-    assert report.stock is None
-    assert set(report.served[serve.OURS].clock_ms) == set(serve.BATCHES)
-    assert "Dummy weights" in shown(report)
+def test_weights_can_be_drawn_in_memory(tiny: Size, fake_engine: pathlib.Path) -> None:
+    assert served(tiny, fake_engine, in_memory=True).agrees
+    assert not [*fake_engine.rglob("*.safetensors")]
+
+
+def test_an_engine_that_keeps_its_weights_fails(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROZEN_ENGINE", "1")
+    with pytest.raises(EngineFailed, match="weights are frozen"):
+        served(tiny, fake_engine, in_memory=True)
+
+
+def test_a_profile_without_our_kernels_does_not_pass(tiny: Size, fake_engine: pathlib.Path) -> None:
+    report = served(tiny, fake_engine)
     stock = report.served[serve.STOCK]
     assert not msgspec.structs.replace(report, served={serve.STOCK: stock, serve.OURS: stock}).agrees
 
@@ -249,7 +262,7 @@ def test_an_engine_that_fails_at_work_shows_its_log(
 ) -> None:
     monkeypatch.setenv("STEPS", "none")
     with pytest.raises(EngineFailed, match=r"(?s)the engine stock ended with status 1.*invalid literal for int"):
-        served(tiny, fake_engine, dummy=True)
+        served(tiny, fake_engine)
 
 
 GIB = 2**30
@@ -279,14 +292,14 @@ def test_engine_arguments_are_sglangs() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, dummy=False)
+    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
-    for method in ("generate", "start_profile", "stop_profile", "update_weights_from_disk", "shutdown"):
+    for method in ("generate", "start_profile", "stop_profile", "update_weights_from_tensor", "shutdown"):
         assert callable(getattr(Engine, method))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=engine.Plan) == plan
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, dummy=False)
+    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert engine.prompts(plan, 96)[:16] == engine.prompts(plan, 16)
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)
