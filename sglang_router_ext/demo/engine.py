@@ -142,9 +142,15 @@ class Session:
         return str(file)
 
     def _change(self, function: str) -> None:
-        done, message = self.engine.update_weights_from_tensor([], load_format=function)[:2]
-        if not done:
-            raise RuntimeError(f"update_weights_from_tensor, {function}: {message}")
+        steps = {
+            "begin_weight_update": self.engine.begin_weight_update,
+            "update_weights_from_tensor": lambda: self.engine.update_weights_from_tensor([], load_format=function),
+            "end_weight_update": self.engine.end_weight_update,
+        }
+        for name, step in steps.items():
+            done, message = step()[:2]
+            if not done:
+                raise RuntimeError(f"{name} ({function}): {message}")
 
 
 def _tops(answer: dict) -> list[list]:

@@ -114,11 +114,11 @@ warnings.simplefilter("ignore")
 import torch
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.common import dynamic_import as loader_of
 from sglang_router_ext.demo import weights
 from transformers import AutoConfig
 
@@ -149,14 +149,23 @@ gate = model.model.layers[2].mlp.gate
 assert gate.e_score_correction_bias.dtype == torch.float32
 assert torch.equal(gate.e_score_correction_bias, stored["model.layers.2.mlp.gate.e_score_correction_bias"])
 
+unused = dict.fromkeys(("model_config", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+updater = WeightUpdater(
+    tp_rank=0, device="cpu", gpu_id=0, custom_weight_loaders=[weights.DRAW, weights.NARROW], get_model=lambda: model, **unused
+)
+def change(function):
+    updater.begin_weight_update()
+    assert updater.update_weights_from_tensor([], function) == (True, "Success")
+    updater.end_weight_update(run_post_load=False)
+
 loaded = {name: parameter.clone() for name, parameter in model.named_parameters()}
 for parameter in model.parameters():
     parameter.data.fill_(float("nan"))
-loader_of(weights.DRAW)(model, [])
+change(weights.DRAW)
 for name, parameter in model.named_parameters():
     assert torch.equal(parameter, loaded[name]), name  # the checkpoint was drawn on a CPU too
 
-loader_of(weights.NARROW)(model, [])
+change(weights.NARROW)
 for name, parameter in model.named_parameters():
     bias = name.endswith("e_score_correction_bias")
     assert torch.equal(parameter, loaded[name].bfloat16().float() if bias else loaded[name]), name

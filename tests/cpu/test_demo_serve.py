@@ -26,11 +26,13 @@ class Engine:
             raise RuntimeError("out of memory, say")
         self.ours = moe_runner_backend != "triton"
         assert os.environ["SGLANG_ROUTER_EXT"] == ("1" if self.ours else "0")
+        self.open = False
         self.biases, self.drawn = "fp32", load_format == "auto"
         assert custom_weight_loader == [f"sglang_router_ext.demo.weights.{name}" for name in ("draw", "narrow_biases")]
 
     def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         answers = []
+        assert not self.open, "requests while weights are updated"
         assert self.drawn or not return_logprob, "tokens of dummy weights"
         for prompt, params in zip(input_ids, sampling_params, strict=True):
             count = params["max_new_tokens"]
@@ -70,10 +72,17 @@ class Engine:
         body = gzip.compress(json.dumps({"traceEvents": events}).encode())
         (self.folder / f"{number}-TP-0.trace.json.gz").write_bytes(body)
 
+    def begin_weight_update(self):
+        self.open = True
+        return "FROZEN_ENGINE" not in os.environ, "weights are frozen"
+
+    def end_weight_update(self):
+        assert self.open
+        self.open = False
+        return True, "done"
+
     def update_weights_from_tensor(self, named_tensors, load_format):
-        assert named_tensors == []
-        if "FROZEN_ENGINE" in os.environ:
-            return False, "weights are frozen"
+        assert self.open and named_tensors == []
         self.drawn |= load_format.endswith("draw")
         self.biases = load_format
         return True, "done"
@@ -294,7 +303,10 @@ def test_engine_arguments_are_sglangs() -> None:
 
     plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
-    for method in ("generate", "start_profile", "stop_profile", "update_weights_from_tensor", "shutdown"):
+    for method in (
+        *("generate", "start_profile", "stop_profile", "shutdown"),
+        *("begin_weight_update", "update_weights_from_tensor", "end_weight_update"),
+    ):
         assert callable(getattr(Engine, method))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=engine.Plan) == plan
 
