@@ -96,6 +96,16 @@ HOOKS: tuple[Hook, ...] = (
         remove_when="the gate is a fused op with a slot for plugins",
     ),
     Hook(
+        target="sglang.srt.models.deepseek_v2.DeepseekV2MoE._forward_shared_experts",
+        kind="before",
+        where=SCHEDULER,
+        for_backend=True,
+        function="overlap:shared_after_routing",
+        parameters=("self", "hidden_states", "gemm_output_zero_allocator", "pre_quant_input"),
+        why="shared experts on a second stream crowd the start of the routed ones; they wait for the selection",
+        remove_when="SGLang orders the two streams so that no GEMM of the shared experts runs when the routed ones start",
+    ),
+    Hook(
         # The alias, not biased_grouped_topk_gpu: select_experts calls it by this name, and the registry leaves other names
         # inside the same module as they are.
         target="sglang.srt.layers.moe.topk.biased_grouped_topk",

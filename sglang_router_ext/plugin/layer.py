@@ -24,7 +24,7 @@ from sglang_router_ext.arguments import VECTOR_BYTES
 from sglang_router_ext.choose import Choice
 from sglang_router_ext.contract import DTYPES, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
-from sglang_router_ext.plugin import counters, preflight
+from sglang_router_ext.plugin import counters, overlap, preflight
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.route import Route
 
@@ -123,6 +123,7 @@ class Layer:
         if logits.is_inference():
             return hand_over(logits, "inference-mode tensors do not show whether they were changed")
         assert bias is not None  # a design selects with a bias only
+        overlap.mark(hidden)
         return hand_over(logits, Plan(ids, weights, prefix + choice.selection, route.problem, bias, logits._version))
 
     def _refuses(self, gate: Any, hidden: torch.Tensor) -> str | None:
