@@ -134,7 +134,7 @@ DESIGNS: tuple[Design, ...] = (
         chain=32,
         row_stable=True,
         status="on",
-        bands={"NVIDIA H200": (Rows(6, 16),)},
+        bands={"NVIDIA H200": (Rows(6, 8),)},
         sources=_SMALL_ROWS,
     ),
     Design(
