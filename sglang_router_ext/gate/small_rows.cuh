@@ -1,6 +1,8 @@
-// Gate GEMM for 1 to 16 rows: logits[rows, experts] = hidden[rows, hidden] x weight[experts, hidden]^T, bf16 in, fp32 out.
+// Gate GEMM for few rows: logits[rows, experts] = hidden[rows, hidden] x weight[experts, hidden]^T, bf16 in, fp32 out.
 //
 // A block owns 8 * kTiles experts and one of kSlices slices of K; its kWarps warps split the slice. Grid: (experts, slices).
+// With more than 16 rows it keeps its weights in registers and goes through the rows, 16 at a time; of each row it reads its
+// slice only, and the next 16 are on their way while these are added up.
 //   registers   each lane holds 16-byte pieces of 8 experts and of the rows; nothing of the operands goes through shared memory
 //   shared      [kWarps][8 or 16][8 * kTiles] fp32: one partial tile per warp, added up by up to four lanes per logit
 //   cluster     (kCluster) the slices of a tile are one cluster; slices 1.. send their sums to slice 0 with st.async
@@ -34,19 +36,50 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// How many rows a launch has: the operand of an mma is half empty, full, or there are several.
+enum class RowCount { kEight, kSixteen, kMany };
+
+inline RowCount row_count(int rows) {
+  return rows <= 8 ? RowCount::kEight : rows <= 16 ? RowCount::kSixteen : RowCount::kMany;
+}
+
+// What a block has in shared memory.
+template <int kWarps, int kTiles, RowCount kCount, bool kCluster>
+struct alignas(16) GateMemory {
+  static constexpr int kLogits = (kCount == RowCount::kEight ? 8 : 16) * 8 * kTiles;
+  // Two, where they fit: the next rows are written while these are read, and one barrier a tile is enough.
+  static constexpr int kBuffers = kCount == RowCount::kMany && 2 * kWarps * (kLogits + 8) * 4 <= 40 * 1024 ? 2 : 1;
+  float partial[kBuffers][kWarps][kLogits + 8];  // 8: the lanes of a logit read from different banks
+  float arrived[kCluster ? 8 : 1][kLogits];
+  alignas(8) uint64_t barrier;
+};
+
+// One block's part: the columns [8 * kTiles * columns, ..) and the slice `slice`; with kMany the 16 rows number `first`, and
+// every `step`-th 16 after them.
 // kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves
-// out every bound on K; a cold GPU fetches the instructions from memory too. kTall: more than 8 rows.
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kTall, bool kCluster>
-__global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
+// out every bound on K; a cold GPU fetches the instructions from memory too.
+// kWords: sums are read as they come, by blocks of this grid, so none is stored that nobody reads.
+template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, bool kCluster, bool kWords = false>
+__device__ __forceinline__ void gate_block(
+    const SmallRowsParams& params,
+    GateMemory<kWarps, kTiles, kCount, kCluster>& memory,
+    int columns,
+    int slice,
+    int slices,
+    int first = 0,
+    int step = 1) {
+  constexpr bool kTall = kCount != RowCount::kEight, kMany = kCount == RowCount::kMany;
+  static_assert(!(kMany && kCluster), "the barrier of a cluster counts one tile of rows");
   constexpr int kHalves = kTall ? 2 : 1, kExperts = 8 * kTiles, kLogits = 8 * kHalves * kExperts, kThreads = kWarps * kWarp;
   static_assert(kLogits <= kThreads, "a thread adds up one logit at most");
   constexpr int kLanes = 4 * kLogits <= kThreads ? 4 : 2 * kLogits <= kThreads ? 2 : 1;  // per logit
-  __shared__ float partial[kWarps][kLogits + 8];  // 8: the lanes of a logit read from different banks
-  __shared__ float arrived[kCluster ? 8 : 1][kLogits];
-  __shared__ alignas(8) uint64_t barrier;
+  constexpr int kBuffers = GateMemory<kWarps, kTiles, kCount, kCluster>::kBuffers;
+  auto& partial = memory.partial;
+  auto& arrived = memory.arrived;
+  auto& barrier = memory.barrier;
 
   const int warp = threadIdx.x / kWarp, group = threadIdx.x % kWarp / 4, lane = threadIdx.x % 4;
-  const int slice = blockIdx.y, slices = gridDim.y, first_expert = blockIdx.x * kExperts;
+  const int first_expert = columns * kExperts;
 
   // This warp's 16-byte pieces of K, contiguous in memory: [begin, past).
   int begin = (slice * kWarps + warp) * kDepth * 4, past = begin + kDepth * 4;
@@ -78,11 +111,14 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
   load_weight(0);
 
   const __nv_bfloat16* hidden_row[kHalves];
+  auto go_to = [&](int first_row) {
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int row = min(group + 8 * half, params.rows - 1);
-    hidden_row[half] = params.hidden + static_cast<int64_t>(row) * params.hidden_stride + (begin + lane) * 8;
-  }
+    for (int half = 0; half < kHalves; ++half) {
+      const int row = min(first_row + group + 8 * half, params.rows - 1);
+      hidden_row[half] = params.hidden + static_cast<int64_t>(row) * params.hidden_stride + (begin + lane) * 8;
+    }
+  };
+  go_to(16 * first);
 
   // One row only: -0.13 us with 256 x 7168 weights, but with 16 rows the requests cost up to 0.6 us.
   if (params.rows == 1) {
@@ -105,8 +141,8 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
   let_consumer_start();
 
   float sum[kTiles][2][4] = {};
-  auto multiply = [&](int done) {
-    uint4 row[kDepth][kHalves];
+  uint4 row[kDepth][kHalves];
+  auto load_rows = [&](int done) {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
 #pragma unroll
@@ -116,6 +152,8 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
         row[i][half] = inside ? load_shared_by_grids(hidden_row[half] + step * 8) : uint4{};
       }
     }
+  };
+  auto multiply = [&] {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
       const uint4 low = row[i][0], high = kTall ? row[i][kHalves - 1] : uint4{};
@@ -127,78 +165,114 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
       }
     }
   };
-  multiply(0);
-  if constexpr (!kExact) {
-    for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
-      load_weight(done);
-      multiply(done);
+  load_rows(0);
+#pragma unroll 1
+  for (int tile_of_rows = first, buffer = 0;; tile_of_rows += step, buffer ^= kBuffers - 1) {
+    multiply();
+    if constexpr (!kExact) {
+      for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
+        load_weight(done);
+        load_rows(done);
+        multiply();
+      }
     }
-  }
 
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int at = group * kExperts + tile * 8 + lane * 2;
-    *reinterpret_cast<float2*>(&partial[warp][at]) =
-        make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
-    if constexpr (kTall) {
-      *reinterpret_cast<float2*>(&partial[warp][at + 8 * kExperts]) =
-          make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int at = group * kExperts + tile * 8 + lane * 2;
+      *reinterpret_cast<float2*>(&partial[buffer][warp][at]) =
+          make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
+      if constexpr (kTall) {
+        *reinterpret_cast<float2*>(&partial[buffer][warp][at + 8 * kExperts]) =
+            make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
+      }
     }
-  }
-  __syncthreads();
-  if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const bool more = kMany && 16 * (tile_of_rows + step) < params.rows;
+    if (more) {
+      go_to(16 * (tile_of_rows + step));
+      if constexpr (!kExact) load_weight(0);
+      load_rows(0);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[tile][i / 4][i % 4] = 0.0f;
+      }
+    }
+    __syncthreads();
+    if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
-  // Four running sums, of the warps 4 i + {0..3}, shared out to the lanes of a logit.
-  const int logits = params.rows * kExperts, logit = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
-  if (warp * (kWarp / kLanes) >= logits) return;
-  constexpr int kSums = 4 / kLanes;
-  float sums[kSums] = {};
+    // Four running sums, of the warps 4 i + {0..3}, shared out to the lanes of a logit.
+    const int first_row = kMany ? 16 * tile_of_rows : 0, rows = kMany ? min(16, params.rows - first_row) : params.rows;
+    const int logits = rows * kExperts, logit = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
+    if (warp * (kWarp / kLanes) < logits) {
+      constexpr int kSums = 4 / kLanes;
+      float sums[kSums] = {};
 #pragma unroll
-  for (int w = 0; w < kWarps; w += 4) {
+      for (int w = 0; w < kWarps; w += 4) {
 #pragma unroll
-    for (int c = 0; c < kSums; ++c) {
-      const int from = w + part * kSums + c;
-      if (kWarps % 4 == 0 || from < kWarps) sums[c] += partial[from][logit];
+        for (int c = 0; c < kSums; ++c) {
+          const int from = w + part * kSums + c;
+          if (kWarps % 4 == 0 || from < kWarps) sums[c] += partial[buffer][from][logit];
+        }
+      }
+      float total = kLanes == 4 ? sums[0] : sums[0] + sums[1 % kSums];
+      if constexpr (kLanes == 1) total += sums[2] + sums[3];
+#pragma unroll
+      for (int apart = 1; apart < kLanes; apart *= 2) total += __shfl_xor_sync(kAllLanes, total, apart);
+      const bool mine = part == 0 && logit < logits;
+      if constexpr (kCluster) {
+        if (!mine) return;
+        if (slice > 0) {
+          uint32_t target, remote_barrier;
+          asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][logit])));
+          asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote_barrier) : "r"(shared_address(&barrier)));
+          asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
+                       "r"(__float_as_uint(total)),
+                       "r"(remote_barrier)
+                       : "memory");
+          return;
+        }
+        uint32_t done = 0;
+        while (!done) {
+          asm volatile(
+              "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+              : "=r"(done)
+              : "r"(shared_address(&barrier))
+              : "memory");
+        }
+        for (int s = 1; s < slices; ++s) total += arrived[s][logit];
+      }
+      const int expert = first_expert + logit % kExperts;
+      const int at = slice * params.slice_stride + (first_row + logit / kExperts) * params.out_stride + expert;
+      store_if(mine && (!(kCluster || kWords) || expert < params.experts), params.out + at, total);
     }
+    if (!more) return;
+    if constexpr (kBuffers == 1) __syncthreads();
   }
-  float total = kLanes == 4 ? sums[0] : sums[0] + sums[1 % kSums];
-  if constexpr (kLanes == 1) total += sums[2] + sums[3];
-#pragma unroll
-  for (int apart = 1; apart < kLanes; apart *= 2) total += __shfl_xor_sync(kAllLanes, total, apart);
-  const bool mine = part == 0 && logit < logits;
-  if constexpr (kCluster) {
-    if (!mine) return;
-    if (slice > 0) {
-      uint32_t target, remote_barrier;
-      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(target) : "r"(shared_address(&arrived[slice][logit])));
-      asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote_barrier) : "r"(shared_address(&barrier)));
-      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(target),
-                   "r"(__float_as_uint(total)),
-                   "r"(remote_barrier)
-                   : "memory");
-      return;
-    }
-    uint32_t done = 0;
-    while (!done) {
-      asm volatile(
-          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(shared_address(&barrier))
-          : "memory");
-    }
-    for (int s = 1; s < slices; ++s) total += arrived[s][logit];
-  }
-  const int row = logit / kExperts, expert = first_expert + logit % kExperts;
-  const int at = slice * params.slice_stride + row * params.out_stride + expert;
-  store_if(mine && (!kCluster || expert < params.experts), params.out + at, total);
+}
+
+template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, bool kCluster>
+__global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
+  __shared__ GateMemory<kWarps, kTiles, kCount, kCluster> memory;
+  gate_block<kWarps, kTiles, kDepth, kExact, kCount, kCluster>(params, memory, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
 // Launches the kernel for `rows` rows; the template follows from the shape (see small_rows.py) and the row count.
 template <int kWarps, int kTiles, int kDepth, bool kExact, bool kCluster>
 inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStream_t stream) {
   const dim3 grid((params.experts + 8 * kTiles - 1) / (8 * kTiles), slices);
-  auto* kernel = params.rows > 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, true, kCluster>
-                                 : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, false, kCluster>;
+  auto pick = [&] {
+    switch (row_count(params.rows)) {
+      case RowCount::kEight:
+        return &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kEight, kCluster>;
+      case RowCount::kSixteen:
+        return &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kSixteen, kCluster>;
+      default:
+        return &small_rows_kernel < kWarps, kTiles, kDepth, kExact, kCluster ? RowCount::kSixteen : RowCount::kMany,
+               kCluster > ;
+    }
+  };
+  auto* kernel = pick();
   launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, stream, params);
 }
 

@@ -6,9 +6,9 @@
 //
 // The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 9 for
 // top-8. These are listed, and each of them counts how many of the team's others are better; that is its place among the
-// winners. So the time hardly depends on topk. Two things can be wrong with it: more keys reach the bound than can be listed,
-// or two of one list are equal and take one place. Both are looked for only once the results are on their way; then the team
-// takes its best key topk times instead and writes again. A row of ties goes this way.
+// winners. So up to about top-24 the time hardly depends on topk. Two things can be wrong with it: more keys reach the bound
+// than can be listed, or two of one list are equal and take one place. Both are looked for only once the results are on their
+// way; then the team takes its best key topk times instead and writes again. A row of ties goes this way.
 //
 // For few rows the time is that of one warp's instructions, about three cycles each: comparisons run on the integer pipe and
 // are counted on the FMA pipe, and nothing that can wait stands between a barrier and the next load.
@@ -26,9 +26,9 @@
 namespace rx {
 
 struct WarpSelectParams {
-  const float* logits;                  // [rows, experts]; behind small_rows sums [rows, slices, 128 * groups]
+  float* logits;                        // [rows, experts]; or sums [rows, slices, 128 * groups], which kWords empties
   const float* bias;                    // [experts]
-  float* logits_out;                    // [rows, experts], written behind small_rows
+  float* logits_out;                    // [rows, experts], written from sums
   int32_t* ids;                         // [rows, slots]
   float* weights;                       // [rows, slots]
   const int32_t* num_token_non_padded;  // [1] on the device, or null
@@ -104,34 +104,41 @@ __device__ __forceinline__ int integer(float count) {
   return __float_as_int(count + 0x1p23f) - __float_as_int(0x1p23f);
 }
 
+// Among the threads of a row's team, which is number `team` of its block.
 template <int kTeam>
-__device__ __forceinline__ void team_sync() {
+__device__ __forceinline__ void team_sync(int team) {
   if constexpr (kTeam == 1) {
     __syncwarp();
   } else {
-    __syncthreads();
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam * kWarp) : "memory");
   }
 }
 
 template <int kTeam>
-__device__ __forceinline__ bool team_any(bool mine) {
+__device__ __forceinline__ bool team_any(int team, bool mine) {
   if constexpr (kTeam == 1) {
     return __any_sync(kAllLanes, mine);
   } else {
-    return __syncthreads_or(mine);
+    int any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.b32 %0, 1, 0, q;\n}"
+                 : "=r"(any)
+                 : "r"(static_cast<int>(mine)), "r"(team + 1), "n"(kTeam * kWarp)
+                 : "memory");
+    return any;
   }
 }
 
-// Four neighbouring floats, 0 from `past` on. kVector: `base` is 16-byte aligned and whole groups of four may be read.
+// Four neighbouring floats at `base`, those of `expert` and the next; 0 from `past` on. kVector: `base` is 16-byte aligned and
+// whole groups of four may be read.
 template <bool kVector>
 __device__ __forceinline__ float4 load_four(const float* base, int expert, int past) {
   if constexpr (kVector) {
     if (expert >= past) return float4{};
-    return as_floats(load_shared_by_grids(base + expert));
+    return as_floats(load_shared_by_grids(base));
   } else {
     float value[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) value[c] = expert + c < past ? __ldcg(base + expert + c) : 0.0f;
+    for (int c = 0; c < 4; ++c) value[c] = expert + c < past ? __ldcg(base + c) : 0.0f;
     return make_float4(value[0], value[1], value[2], value[3]);
   }
 }
@@ -144,9 +151,10 @@ __device__ __forceinline__ void take_one_by_one(
     RowMemory<kTeam, kTopk>& memory,
     int first_expert,
     int topk,
+    int team,
     int warp,
     int lane) {
-  team_sync<kTeam>();
+  team_sync<kTeam>(team);
 #pragma unroll 1
   for (int round = 0; round < topk; ++round) {
     uint32_t best = kNoKey, mine = ~0u;
@@ -160,7 +168,7 @@ __device__ __forceinline__ void take_one_by_one(
     if constexpr (kTeam > 1) {
       uint2* warp_best = memory.warp_best[round & 1];
       if (lane == 0) warp_best[warp] = winner;
-      team_sync<kTeam>();
+      team_sync<kTeam>(team);
 #pragma unroll
       for (int w = 0; w < kTeam; ++w) {
         const uint2 rival = warp_best[w];
@@ -199,22 +207,23 @@ bound_of_cut(uint32_t best, uint32_t (&of_lanes)[kWarp], int topk, int lane, Mea
   return __reduce_min_sync(kAllLanes, integer(better.sum()) < topk ? real : ~0u);
 }
 
-// kSlices > 0: behind small_rows, whose sums of kSlices slices of K are added here, in order; the logits are written too, and
-// the bias, complete before small_rows passed its own wait, is read before ours. kSlices = 0: finished logits of anyone.
-// kTopk: 8 or 32, the most that topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
-// One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
-template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector>
-__global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups > 4 ? 1 : 0) void warp_select_kernel(
-    const __grid_constant__ WarpSelectParams params) {
-  static_assert(kTeam == 1 || kRowsPerBlock == 1, "a team of several warps synchronises as a block");
-  constexpr int kSlots = 4 * kGroups, kParts = kSlices > 0 ? kSlices : 1;
-  constexpr bool kBehindSmallRows = kSlices > 0;
-  constexpr int kColumns = 128 * kTeam * kGroups;
-  __shared__ RowMemory<kTeam, kTopk> memories[kRowsPerBlock];
-  const int lane = threadIdx.x % kWarp, warp = kTeam == 1 ? 0 : threadIdx.x / kWarp;
-  const int row = kTeam == 1 ? blockIdx.x * kRowsPerBlock + threadIdx.x / kWarp : blockIdx.x;
-  if (kTeam == 1 && row >= params.rows) return;
-  auto& memory = memories[kTeam == 1 ? threadIdx.x / kWarp : 0];
+// Where a row's logits come from.
+enum class Source {
+  kLogits,  // finished ones of anyone
+  kSums,    // small_rows' sums of kSlices slices of K, complete once the grid that writes them is
+  kWords    // the same from blocks of this grid: kEmpty until they are there, and kEmpty again for the next launch
+};
+
+// No sum: the only NaN that arithmetic gives is 0x7fffffff.
+inline constexpr uint32_t kEmpty = 0xffffffffu;
+
+// One row by its team. From sums they are added here, in order, and the logits are written too. The winners are left in
+// memory.id, in order; returns whether the row is padded. kTopk: 8 or 32, the most that topk may be. kVector: bias, logits and
+// logits_out allow 16-byte accesses.
+template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector>
+__device__ __forceinline__ bool select_row(
+    const WarpSelectParams& params, RowMemory<kTeam, kTopk>& memory, int row, int team, int warp, int lane) {
+  constexpr int kSlots = 4 * kGroups, kParts = kSource == Source::kLogits ? 1 : kSlices, kColumns = 128 * kTeam * kGroups;
   // A warp's share is [.., past): even shares, since a warp with few experts would list most of them.
   const int share = kTeam == 1 ? params.experts : 4 * (((params.experts + 3) / 4 + kTeam - 1) / kTeam);
   const int first_expert = share * warp + 4 * lane, past = min(share * (warp + 1), params.experts);
@@ -223,25 +232,39 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups
   auto load_bias = [&] {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      bias[g] = load_four<kVector>(params.bias, first_expert + 128 * g, past);
+      bias[g] = load_four<kVector>(params.bias + first_expert + 128 * g, first_expert + 128 * g, past);
     }
   };
-  if constexpr (kBehindSmallRows) load_bias();
+  if constexpr (kSource == Source::kSums) load_bias();  // complete before small_rows passed its own wait
 #pragma unroll
   for (int i = 0; i < kListed<kTopk>; i += kWarp) memory.key[warp][(lane + i) % kListed<kTopk>] = kNoKey;
   memory.score[lane % kTopk] = 0.0f;
   memory.id[lane % kTopk] = 0;
   __syncwarp();
-  const float* source = params.logits + row * params.row_stride;
+  float* source = params.logits + row * params.row_stride + first_expert;
   wait_for_producer();
-  if constexpr (!kBehindSmallRows) load_bias();
+  if constexpr (kSource != Source::kSums) load_bias();
+  bool there;
+  do {
+    there = true;
 #pragma unroll
-  for (int s = 0; s < kParts; ++s) {
+    for (int s = 0; s < kParts; ++s) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      part[s][g] = load_four < kVector || kBehindSmallRows > (source + s * kColumns, first_expert + 128 * g, past);
+      for (int g = 0; g < kGroups; ++g) {
+        constexpr bool kFour = kVector || kSource != Source::kLogits;
+        part[s][g] = load_four<kFour>(source + s * kColumns + 128 * g, first_expert + 128 * g, past);
+        if constexpr (kSource == Source::kWords) {
+          const float four[4] = {part[s][g].x, part[s][g].y, part[s][g].z, part[s][g].w};
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const bool read = kVector || first_expert + 128 * g + c < past;
+            there &= !read || __float_as_uint(four[c]) != kEmpty;
+          }
+        }
+      }
     }
-  }
+  } while (kSource == Source::kWords && !there);
+  if constexpr (kSource == Source::kWords) __syncwarp();
   const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
   uint32_t key[kSlots], best = kNoKey;
   float logit[kSlots];
@@ -267,7 +290,13 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups
   // List the keys that reach the bound, in the order of their ids.
   const unsigned below = (1u << lane) - 1;
   const uint32_t bound = bound_of_cut(best, memory.best[warp], params.topk, lane, [&] {
-    if constexpr (kBehindSmallRows) {
+    if constexpr (kSource == Source::kWords) {
+#pragma unroll
+      for (int s = 0; s < kParts; ++s) {
+        if (first_expert < past) *reinterpret_cast<uint4*>(source + s * kColumns) = uint4{kEmpty, kEmpty, kEmpty, kEmpty};
+      }
+    }
+    if constexpr (kSource != Source::kLogits) {
       static_assert(kGroups == 1, "a team that adds up slices has a warp per 128 experts");
       float* out = params.logits_out + (row * params.experts + first_expert);
       if constexpr (kVector) {
@@ -307,7 +336,7 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups
           logit[slot]);
     }
   }
-  team_sync<kTeam>();
+  team_sync<kTeam>(team);
 
   // Rank the candidates: two lanes share one, and each compares it with half of the others. Of equal keys those of lower warps
   // are better; those of one warp get one rank.
@@ -343,7 +372,7 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups
       memory.score[rank[turn]] = score;
     }
   }
-  team_sync<kTeam>();
+  team_sync<kTeam>(team);
 
   const int slot = row * params.slots + lane;
 #pragma unroll 1
@@ -372,15 +401,29 @@ __global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups
       params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
       params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
     }
-    if (sure) return;
+    if (sure) return padded;
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       unsure |= won[turn] >= 0 && memory.id[rank[turn]] != won[turn];
     }
-    if (!team_any<kTeam>(unsure)) return;
-    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, warp, lane);
-    team_sync<kTeam>();
+    if (!team_any<kTeam>(team, unsure)) return padded;
+    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
+    team_sync<kTeam>(team);
   }
+}
+
+// One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
+template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector>
+__global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups > 4 ? 1 : 0) void warp_select_kernel(
+    const __grid_constant__ WarpSelectParams params) {
+  static_assert(kTeam == 1 || kRowsPerBlock == 1, "a team of several warps synchronises as a block");
+  constexpr Source kSource = kSlices > 0 ? Source::kSums : Source::kLogits;
+  __shared__ RowMemory<kTeam, kTopk> memories[kRowsPerBlock];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int row = kTeam == 1 ? blockIdx.x * kRowsPerBlock + warp : blockIdx.x;
+  if (kTeam == 1 && row >= params.rows) return;
+  select_row<kTeam, kGroups, kSource, kSlices, kTopk, kVector>(
+      params, memories[kTeam == 1 ? warp : 0], row, 0, kTeam == 1 ? 0 : warp, lane);
 }
 
 // kGroups: groups of 128 experts. Behind small_rows there are few rows only.
@@ -444,7 +487,7 @@ struct WarpSelect {
       bool renormalize) {
     WarpSelectParams params =
         warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
-    params.logits = static_cast<const float*>(logits.data_ptr());
+    params.logits = static_cast<float*>(logits.data_ptr());
     params.row_stride = logits.stride(0);
     launch_warp_select<kGroups, 0, kVector>(params, stream_of(logits));
   }
