@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_router_ext import reference
-from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, Problem
+from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, PlanForm, Problem
 from sglang_router_ext.designs import Design, Numerics
 from sglang_router_ext.reference import Truth
 
@@ -62,6 +62,20 @@ def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> l
             truth = reference.select(problem, result.logits, truth.bias, num_token_non_padded=truth.valid)
             bound = torch.zeros_like(bound)
         found += _compare_selection(result, truth, problem, bound, ordered=bool(design.target))
+    return found
+
+
+def compare_plan(got: dict[str, torch.Tensor], ids: torch.Tensor, problem: Problem, form: PlanForm) -> list[str]:
+    """Every difference between a plan and the oracle's plan of the same ``ids``, exactly. What lies past the last block is free."""
+    found = []
+    for name, want in reference.plan(problem, form, ids).items():
+        if name not in got:
+            found.append(f"{name}: nothing, wanted {tuple(want.shape)}")
+        elif got[name].dtype != torch.int32 or got[name].dim() != 1 or len(got[name]) < len(want):
+            found.append(f"{name}: {got[name].dtype} {tuple(got[name].shape)}, wanted torch.int32 [{len(want)} or more]")
+        else:
+            wrong, have = got[name][: len(want)] != want, got[name]
+            found += _first(wrong, lambda i, name=name, have=have, want=want: f"{name}[{i}]: {have[i]}, wanted {want[i]}")
     return found
 
 

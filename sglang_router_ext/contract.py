@@ -24,6 +24,10 @@ Special values. A NaN key ranks as ``NAN_KEY``, below every key that a model has
 A NaN score weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the
 weights are 0 and not NaN. Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past
 ``num_token_non_padded`` are padding.
+
+A plan is the same selection as an expert kernel reads it: the slots (row x (topk + shared) + k) of each expert, in blocks of
+equal size, experts ascending and slots ascending inside an expert, so that it is reproducible. Slots of padded rows and of
+other ranks' experts are elsewhere. See :class:`PlanForm` for the formats.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ PAD_ID = -1
 SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
 DTYPES = ("bfloat16", "float16", "float32")
 STAGES = ("gate", "selection")
+BLOCKS = (8, 16, 32, 48, 64, 128)
+PLAN_ROWS, PLAN_SLOTS = 128, 24
+"""The most rows of a plan that one launch writes, and the most slots of a row."""
 
 
 class ContractError(ValueError):
@@ -92,6 +99,35 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     def slots(self) -> int:
         """Columns of ids and weights: routed and shared."""
         return self.topk + self.shared
+
+
+class PlanForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The format of a plan, and whose experts it is for.
+
+    ``aligned``: what ``moe_align_block_size`` gives SGLang's Triton and Marlin kernels. Blocks of slots elsewhere come first, as
+    expert -1; a block ends with the number of all slots where it is not full; past ``num_tokens_post_padded`` nothing is said.
+
+    ``tiles``: trtllm-gen's tables. Slots elsewhere are in no tile.
+    """
+
+    kind: str
+    block: int
+    """Slots of a block or tile."""
+    first_local: int = 0
+    """This rank's first expert."""
+    locals: int | None = None
+    """How many experts this rank has; None: all, shared ones included."""
+    counts_elsewhere: bool = False
+    """``aligned``: num_tokens_post_padded is int32[2] and ends with the number of blocks elsewhere, as Marlin reads it."""
+
+    def __post_init__(self) -> None:
+        expect(self.kind in ("aligned", "tiles"), "kind", self.kind, "aligned | tiles")
+        expect(self.block in BLOCKS, "block", self.block, " | ".join(map(str, BLOCKS)))
+        expect(self.first_local >= 0, "first_local", self.first_local, "0 or more")
+        expect(self.locals is None or self.locals >= 1, "locals", self.locals, "at least 1")
+
+    def local_experts(self, problem: Problem) -> int:
+        return problem.experts + problem.shared if self.locals is None else self.locals
 
 
 class Gpu(msgspec.Struct, frozen=True):

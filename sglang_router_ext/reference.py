@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, Problem, expect
+from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, PlanForm, Problem, expect
 
 
 class Truth(NamedTuple):
@@ -91,3 +91,49 @@ def route(
     """The whole router in fp64: ``gate``, then ``select``."""
     logits, magnitude = gate(hidden, weight)
     return select(problem, logits, bias, num_token_non_padded=num_token_non_padded, magnitude=magnitude)
+
+
+def plan(problem: Problem, form: PlanForm, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plan of ``ids`` [rows, topk + shared] (-1 in padded rows): name -> int32 tensor, without what lies past the last block.
+
+    ``aligned``: sorted_token_ids, expert_ids, num_tokens_post_padded. ``tiles``: slot_to_place [rows x slots], place_to_row
+    [places + 1], tile_experts [tiles], tile_ends [tiles], tiles [1], places [1], counts [experts].
+    """
+    slots = ids.numel()
+    local = ids.flatten().long().cpu() - form.first_local
+    local[(ids.flatten().cpu() < 0) | (local < 0) | (local >= form.local_experts(problem))] = -1
+    order = torch.sort(local, stable=True)
+    aligned = form.kind == "aligned"
+    places: list[int] = []  # the slot at each place; `slots` where there is none
+    experts: list[int] = []  # of each block
+    ends: list[int] = []  # of each block
+    for expert in order.values.unique().tolist():
+        if expert < 0 and not aligned:
+            continue
+        mine = order.indices[order.values == expert].tolist()
+        end = len(places) + len(mine)
+        for first in range(0, len(mine), form.block):
+            some = mine[first : first + form.block]
+            places += some + [slots] * (form.block - len(some))
+            experts.append(expert)
+            ends.append(min(end, len(places)))
+    if aligned:
+        sizes = [len(places), experts.count(-1)]
+        found = {
+            "sorted_token_ids": places,
+            "expert_ids": experts,
+            "num_tokens_post_padded": sizes if form.counts_elsewhere else sizes[:1],
+        }
+    else:
+        where = {slot: place for place, slot in enumerate(places)}
+        counts = torch.bincount(local[local >= 0] + form.first_local, minlength=problem.experts)[: problem.experts]
+        found = {
+            "slot_to_place": [where.get(slot, -1) for slot in range(slots)],
+            "place_to_row": [slot // ids.shape[1] if slot < slots else -1 for slot in places] + [-1],
+            "tile_experts": experts,
+            "tile_ends": ends,
+            "tiles": [len(experts)],
+            "places": [len(places)],
+            "counts": counts.tolist(),
+        }
+    return {name: torch.tensor(values, dtype=torch.int32, device=ids.device) for name, values in found.items()}

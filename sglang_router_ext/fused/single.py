@@ -1,0 +1,118 @@
+"""``single``: gate, selection and plan for 1 to 128 rows in one launch; see single.cuh."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from sglang_router_ext import build
+from sglang_router_ext.arguments import check_gate, check_selection
+from sglang_router_ext.contract import PLAN_ROWS, PLAN_SLOTS, PlanForm, Problem, expect
+from sglang_router_ext.fused import words
+from sglang_router_ext.gate.small_rows import config
+from sglang_router_ext.selection.warp_select import groups, outputs, scalars, template, vectorised
+
+HEADER = "fused/single.cuh"
+FORMATS = {None: "kNone", "aligned": "kAligned", "tiles": "kTiles"}
+NAMES = {
+    "aligned": ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+    "tiles": ("slot_to_place", "place_to_row", "tile_experts", "tile_ends", "tiles", "places", "counts"),
+}
+"""Tensors of a plan, in the kernel's order."""
+ROWS_EACH = 4
+"""Rows of a consumer block, where its warps suffice: they share a multiprocessor, and a plan of one consumer needs no exchange."""
+MOST_CONSUMERS = 64
+
+
+class Division(NamedTuple):
+    """How many blocks do what; the terms are those of single.cuh. It changes no bit of the result."""
+
+    consumers: int
+    planners: int
+    tiles_of_rows: int
+    consumers_first: bool
+
+
+@functools.cache
+def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
+    split, tiles = config(experts, hidden), -(-rows // 16)
+    each = max(1, min(ROWS_EACH, split.warps // groups(experts)))
+    consumers = -(-rows // each)
+    producers = -(-experts // (8 * split.tiles)) * split.slices
+    shares = max(1, min(tiles, (processors - consumers) // producers))
+    planners = min(consumers, max(1, rows // 16))
+    return Division(consumers, planners, shares, producers * shares + consumers <= processors)
+
+
+def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
+    """The C++ instance that serves a shape and a format."""
+    split = config(experts, hidden)
+    return f"Single<{split.template}, {split.slices}, {template(experts, vector)}, ::rx::PlanFormat::{FORMATS[kind]}>"
+
+
+def most_blocks(slots: int, local: int, block: int) -> int:
+    """The most blocks of a plan: a full one for every ``block`` slots, and one that is not for every expert or elsewhere."""
+    return min(slots, local + 1) + slots // block
+
+
+def empty_plan(problem: Problem, form: PlanForm, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Unwritten tensors for the plan of ``rows`` rows, as large as it may become."""
+    slots = rows * problem.slots
+    blocks = most_blocks(slots, form.local_experts(problem), form.block)
+    sizes = {
+        "aligned": (-(-blocks * form.block // 4) * 4, blocks, 1 + form.counts_elsewhere),
+        "tiles": (slots, blocks * form.block + 1, blocks, blocks, 1, 1, problem.experts),
+    }[form.kind]
+    return {
+        name: torch.empty(size, dtype=torch.int32, device=device) for name, size in zip(NAMES[form.kind], sizes, strict=True)
+    }
+
+
+def single(
+    problem: Problem,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    num_token_non_padded: torch.Tensor | None = None,
+    form: PlanForm | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16, ``bias`` [experts] fp32 ->
+    logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32, and the plan of ``form``
+    by the names of :func:`~sglang_router_ext.reference.plan` ({} without one).
+    """
+    check_gate("single", hidden, weight)
+    expect(tuple(weight.shape) == (problem.experts, problem.hidden), "weight", tuple(weight.shape), f"the shape of {problem}")
+    check_selection("single", problem, None, bias, num_token_non_padded, hidden.device)
+    rows, experts, device = len(hidden), problem.experts, hidden.device
+    if form is not None:
+        local = form.local_experts(problem)
+        last = form.first_local + local
+        expect(problem.slots <= PLAN_SLOTS, "topk", f"{problem.slots} slots", f"at most {PLAN_SLOTS} of a row, with a plan")
+        expect(last <= experts + problem.shared, "locals", f"experts {form.first_local} to {last - 1}", f"experts of {problem}")
+    kind = None if form is None else form.kind
+    split = config(experts, problem.hidden)
+    plan = {} if form is None else empty_plan(problem, form, rows, device)
+    how = division(rows, experts, problem.hidden, _processors(device))
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
+    sums_shape = (rows, split.slices, 128 * groups(experts))
+    told_shape = (how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16)
+    sums, told = words.take(module, device, sums_shape, told_shape)
+    logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
+    ids, weights = outputs(rows, problem.slots, device)
+    none = ids[:0]
+    padding = none if num_token_non_padded is None else num_token_non_padded
+    tensors = [*plan.values(), *[none] * (len(NAMES["tiles"]) - len(plan))]
+    where = (0, 0, 0) if form is None else (form.block, form.first_local, form.local_experts(problem))
+    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, told, *tensors, *scalars(problem), *where, *how)
+    return logits, ids, weights, plan
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+assert PLAN_ROWS == 128, "single.cuh has a bit for each"

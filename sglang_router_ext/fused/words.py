@@ -1,0 +1,63 @@
+"""Words that blocks of one launch send each other: empty (-1) between launches, and never moved. ``single`` uses them.
+
+Launches that may run at the same time must not share words. Those of one stream cannot, nor those of one graph, which is
+replayed in order with itself; a graph has words of its own, since it may be replayed on another stream than it was captured on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sglang_router_ext.contract import expect
+
+EMPTY = -1
+"""The bits of an empty word: a NaN that no arithmetic gives, and no pair of ids."""
+RESERVE = 16 * 2**20
+"""Words that are set aside at the first launch outside a capture, since none can be emptied in one: 64 MB."""
+ALIGN = 64
+
+
+class Pool:
+    """The words of one device."""
+
+    def __init__(self) -> None:
+        self._free: torch.Tensor | None = None
+        self._owned: dict[tuple[str, int], torch.Tensor] = {}
+
+    def take(self, device: torch.device, owner: tuple[str, int], count: int) -> torch.Tensor:
+        """``count`` int32 words of ``owner``, the same ones at every call that needs no more of them."""
+        mine = self._owned.get(owner)
+        if mine is None or len(mine) < count:
+            size = -(-count // ALIGN) * ALIGN
+            if self._free is None or len(self._free) < size:
+                capturing = owner[0] == "graph"
+                allowed = "a launch before it, outside of any capture" if self._free is None else f"at most {RESERVE} words in all"
+                expect(not capturing, "stream", "single in a CUDA graph's capture, without words left", allowed)
+                self._free = torch.full((max(RESERVE, size),), EMPTY, dtype=torch.int32, device=device)
+            mine, self._free = self._free[:size], self._free[size:]
+            self._owned[owner] = mine
+        return mine[:count]
+
+
+_pools: dict[torch.device, Pool] = {}
+
+
+def take(module: Any, device: torch.device, sums: tuple[int, ...], told: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The words of the current launch: ``sums`` fp32 and ``told`` int32, of these shapes.
+
+    ``module`` holds the C++ function ``capture_id``. Raises :class:`~sglang_router_ext.contract.ContractError`.
+    """
+    first, second = -(-math.prod(sums) // 4) * 4, math.prod(told)
+    pool = _pools.setdefault(device, Pool())
+    both = pool.take(device, owner_of(module, device), first + second)
+    return both[: math.prod(sums)].view(torch.float32).view(sums), both[first:].view(told)
+
+
+def owner_of(module: Any, device: torch.device) -> tuple[str, int]:
+    """Which launches the current one shares its words with: those of its graph, or of its stream."""
+    if torch.cuda.is_current_stream_capturing():
+        return "graph", module.capture_id(device.index)
+    return "stream", torch.cuda.current_stream(device).cuda_stream
