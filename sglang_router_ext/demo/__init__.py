@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_router_ext.demo.serve import ServeReport
 
 LAYERS, MOE_INTERMEDIATE = 4, 64
+MAX_LAYERS, MAX_INTERMEDIATE = 256, 8192
 
 
 def run(
@@ -42,17 +43,21 @@ def run(
     from sglang_router_ext.contract import expect
     from sglang_router_ext.demo.checkpoint import Size
 
-    expect(layers >= 2, "layers", layers, "at least 2: the first has no experts")
-    expect(moe_intermediate >= 16 and moe_intermediate % 16 == 0, "moe-intermediate", moe_intermediate, "multiples of 16")
+    expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
+    fits = 16 <= moe_intermediate <= MAX_INTERMEDIATE and moe_intermediate % 16 == 0
+    expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
     size = Size(layers, moe_intermediate)
     if not torch.cuda.is_available():
-        expect(not record, "record", "no CUDA GPU", "a machine with one: no time is measured without")
+        for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):
+            expect(not given, option, "no CUDA GPU", "a machine with one: nothing is served without")
         from sglang_router_ext.demo import cpu
 
         return cpu.run(size, say)
     from sglang_router_ext.bench import record as records
     from sglang_router_ext.demo import serve
 
+    if record:
+        records.check_writable(torch.cuda.get_device_name())
     report = serve.run(size, say, keep=keep, in_memory=in_memory)
     if record and report.right:
         records.write([serve.record_of(report)])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from sglang_router_ext.bench.record import OtherRecord, decode, new_run
+from sglang_router_ext.contract import expect
 from sglang_router_ext.demo import checkpoint, pace, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, verdict, yardstick
@@ -33,6 +34,8 @@ SEQUENCES, TOKENS = 96, 32
 ROUNDS, PROFILES = 8, 2
 """Of the clock and of the profiler, for each engine and batch size."""
 CACHE_TOKENS = 65536
+MARK = ".sglang-router-ext-demo"
+"""In a folder that the demo may write into: it made it, or found it empty."""
 RESERVE = 8 * 2**30
 """Bytes of GPU memory that an engine may take beside weights and key-value cache: context, CUDA graphs, activations."""
 
@@ -60,7 +63,7 @@ class Judged(msgspec.Struct, frozen=True):
 class ServeReport(msgspec.Struct, frozen=True):
     gpu: str
     problem: str
-    moe_layers: int
+    size: Size
     together: bool
     """Whether both engines ran at the same time, so that their rounds alternate; if not, one ran after the other."""
     served: dict[str, Served]
@@ -148,6 +151,9 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
 
     started = time.monotonic()
     model = checkpoint.config(size)
+    free, _total = torch.cuda.mem_get_info()
+    need = engine_bytes(model)
+    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size}")
     with _folder(keep) as work:
         if in_memory:
             path = work / "model"
@@ -155,7 +161,6 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
             (path / "config.json").write_text(json.dumps(model))
         else:
             path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
-        free, _total = torch.cuda.mem_get_info()
         together = fits_twice(model, free)
         workers = [
             Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == OURS)
@@ -172,7 +177,7 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
-        len(size.moe_layers),
+        size,
         together,
         served,
         _slower(served),
@@ -186,16 +191,33 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
 @contextlib.contextmanager
 def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="sglang-router-ext-") as work:
-            yield pathlib.Path(work)
+        with tempfile.TemporaryDirectory(prefix="sglang-router-ext-") as temporary:
+            yield pathlib.Path(temporary)
     else:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
+        yield _kept(keep)
+
+
+def _kept(keep: pathlib.Path) -> pathlib.Path:
+    """``keep``, made if need be. One that holds anything but an earlier demo is refused: its files might be overwritten."""
+    try:
+        work = keep.resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        ours = (work / MARK).is_file() or not any(work.iterdir())
+        expect(ours, "keep", f"{keep}, which holds something else", "a new or an empty folder, or one of an earlier demo")
+        (work / MARK).touch()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        expect(False, "keep", f"{keep}: {error}", "a folder that can be made and written")
+    return work
+
+
+def engine_bytes(model: dict) -> int:
+    """GPU memory that one engine needs."""
+    return checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE
 
 
 def fits_twice(model: dict, free: int) -> bool:
     """Whether two engines fit in ``free`` bytes of GPU memory."""
-    return 2 * (checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE) <= free
+    return 2 * engine_bytes(model) <= free
 
 
 def cache_bytes(model: dict) -> int:
@@ -289,11 +311,16 @@ def record_of(report: ServeReport) -> OtherRecord:
     body = msgspec.to_builtins(new_run(report.gpu)) | {
         "kind": RECORD_KIND,
         "problem": report.problem,
-        "moe_layers": report.moe_layers,
+        "moe_layers": len(report.size.moe_layers),
+        "moe_intermediate": report.size.moe_intermediate,
         "weights": "demo",
         "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
         "slower": report.slower,
+        "tokens": [
+            {"what": judged.what, "equal": judged.found.equal, "sequences": judged.found.sequences, "against": judged.against}
+            for judged in (*report.same, *report.changed)
+        ],
     }
     record = decode(msgspec.json.encode(body))
     assert isinstance(record, OtherRecord)

@@ -65,7 +65,8 @@ def _yes(differences: list[str]) -> str:
 
 
 def _show_serve(report: ServeReport, console: Console) -> None:
-    console.print(f"{report.gpu}: SGLang serving {report.problem}, {report.moe_layers} MoE layers")
+    model = f"{report.problem}, {len(report.size.moe_layers)} MoE layers, experts of {report.size.moe_intermediate}"
+    console.print(f"{report.gpu}: SGLang serving {model}")
     starts = ", ".join(f"{name} {served.start_s:.0f} s" for name, served in report.served.items())
     console.print(f"Engine starts: {starts}")
     _show_clock(report, console)
