@@ -97,8 +97,8 @@ def results(records: Sequence[Record] | None = None) -> str:
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in sorted(lines, key=lambda line: line["time"]):
         model = line["gpu"], line["moe_layers"]
-        newest.pop((*model, None), None)  # records of before say nothing of the experts' size
-        newest[*model, line.get("moe_intermediate")] = line
+        newest.pop((*model, None, None, None), None)  # records of before say nothing of these
+        newest[*model, *(line.get(field) for field in ("moe_intermediate", "experts", "backend"))] = line
     parts += [_served(line) for line in newest.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
@@ -142,7 +142,7 @@ def _served(line: dict[str, Any]) -> str:
     shown = {"router, us a layer": _router}
     if all("clock_ms" in engine for engine in engines.values()):
         shown |= {"step on the GPU, us": _gpu_step, "step by the clock, ms": _clock_step}
-    size = f", experts of {line['moe_intermediate']}" if "moe_intermediate" in line else ""
+    size = f", {line['experts']} experts of {line['moe_intermediate']}" if "experts" in line else ""
     where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}{size}, {line['weights']} weights)"
     title = f"The router in decode steps with {where}"
     header = ("requests", *(f"{name}, {what}" for what in shown for name in engines))

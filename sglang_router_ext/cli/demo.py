@@ -24,6 +24,8 @@ def demo(
     *,
     layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
     moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
+    backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
+    fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
     keep: Annotated[
         pathlib.Path | None, typer.Option(help="new, empty or earlier folder for checkpoint, logs and traces")
     ] = None,
@@ -42,7 +44,14 @@ def demo(
     with Ticker("demo") as ticker:
         try:
             report = demonstration.run(
-                layers=layers, moe_intermediate=moe_intermediate, keep=keep, in_memory=in_memory, record=record, say=ticker.say
+                layers=layers,
+                moe_intermediate=moe_intermediate,
+                backend=backend,
+                fp8=fp8,
+                keep=keep,
+                in_memory=in_memory,
+                record=record,
+                say=ticker.say,
             )
         except EngineFailed as error:
             typer.echo(f"error: {error}", err=True)

@@ -25,7 +25,7 @@ from sglang_router_ext.demo.pace import Spread, in_turn, spread
 from sglang_router_ext.demo.trace import RouterTime, StepTime
 from sglang_router_ext.demo.worker import Worker
 
-STOCK, OURS = "stock", "router_ext_pair"
+STOCK = "stock"
 RECORD_KIND = "served"
 BATCHES = [1, 6, 16, 96]
 CHANGED_BATCH = BATCHES[2]
@@ -64,6 +64,8 @@ class ServeReport(msgspec.Struct, frozen=True):
     gpu: str
     problem: str
     size: Size
+    backend: str
+    """Of ours; the name of its engine too."""
     together: bool
     """Whether both engines ran at the same time, so that their rounds alternate; if not, one ran after the other."""
     served: dict[str, Served]
@@ -82,18 +84,18 @@ class ServeReport(msgspec.Struct, frozen=True):
     @property
     def replaced(self) -> bool:
         """The profile shows other router kernels with the plugin than without it, at every batch size."""
-        stock, ours = self.served[STOCK].router, self.served[OURS].router
+        stock, ours = self.served[STOCK].router, self.served[self.backend].router
         return all(time is not None and _kernels(time) != _kernels(stock[size]) for size, time in ours.items())
 
     @property
     def too_slow(self) -> list[int]:
         """Batch sizes at which a decode step takes so much longer on the GPU that the demo fails."""
-        return [size for size, pair in spans(self.served).items() if pair is not None and pace.too_slow(*pair)]
+        return [size for size, pair in spans(self.served, self.backend).items() if pair is not None and pace.too_slow(*pair)]
 
     @property
     def timed(self) -> bool:
         """The profiles show decode steps of both engines, at every batch size."""
-        return all(spans(self.served).values())
+        return all(spans(self.served, self.backend).values())
 
     @property
     def right(self) -> bool:
@@ -111,17 +113,17 @@ def _kernels(time: RouterTime | None) -> list[str]:
     return [] if time is None else time.kernels
 
 
-def spans(served: dict[str, Served]) -> dict[int, tuple[Spread, Spread] | None]:
+def spans(served: dict[str, Served], backend: str) -> dict[int, tuple[Spread, Spread] | None]:
     """Batch size -> span of a decode step on the GPU, stock's and ours; None where one of them is not found."""
-    stock, ours = served[STOCK].gpu, served[OURS].gpu
+    stock, ours = served[STOCK].gpu, served[backend].gpu
     pairs = ((size, stock[size], ours[size]) for size in stock)
     return {size: (one.span_us, other.span_us) if one and other else None for size, one, other in pairs}
 
 
-def _slower(served: dict[str, Served]) -> dict[int, list[str]]:
+def _slower(served: dict[str, Served], backend: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for size, pair in spans(served).items():
-        words = {"clock": pace.by_clock(served[STOCK].clock_ms[size], served[OURS].clock_ms[size])}
+    for size, pair in spans(served, backend).items():
+        words = {"clock": pace.by_clock(served[STOCK].clock_ms[size], served[backend].clock_ms[size])}
         if pair is not None:
             words["gpu"] = pace.by_gpu(*pair)
         found[size] = [measure for measure, word in words.items() if word == pace.SLOWER]
@@ -142,8 +144,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     """As ``runs`` at CHANGED_BATCH, with the changed selection biases."""
 
 
-def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = None, in_memory: bool = False) -> ServeReport:
-    """Serve the checkpoint of ``size`` with both engines. ``in_memory``: each draws its weights on the GPU, nothing is written.
+def run(
+    size: Size, backend: str, say: Callable[[str], None], *, keep: pathlib.Path | None = None, in_memory: bool = False
+) -> ServeReport:
+    """Serve the checkpoint of ``size`` stock and with ``backend``. ``in_memory``: each draws its weights on the GPU.
 
     ``keep``: folder for the checkpoint, the logs and the traces. Raises :class:`~sglang_router_ext.demo.worker.EngineFailed`.
     """
@@ -163,8 +167,8 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
             path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
         together = fits_twice(model, free)
         workers = [
-            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == OURS)
-            for name in (STOCK, OURS)
+            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
+            for name in (STOCK, backend)
         ]
         outcomes: dict[str, Outcome] = {}
         for group in [workers] if together else [[worker] for worker in workers]:
@@ -173,14 +177,15 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
             (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
         say("reading the profiles")
         served = {name: _served(outcome) for name, outcome in outcomes.items()}
-    stock, same, changed = _judge(outcomes[STOCK], outcomes[OURS])
+    stock, same, changed = _judge(outcomes[STOCK], outcomes[backend], backend)
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
         size,
+        backend,
         together,
         served,
-        _slower(served),
+        _slower(served, backend),
         stock,
         same,
         changed,
@@ -313,6 +318,8 @@ def record_of(report: ServeReport) -> OtherRecord:
         "problem": report.problem,
         "moe_layers": len(report.size.moe_layers),
         "moe_intermediate": report.size.moe_intermediate,
+        "experts": "fp8" if report.size.fp8 else "bf16",
+        "backend": report.backend,
         "weights": "demo",
         "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
@@ -327,7 +334,7 @@ def record_of(report: ServeReport) -> OtherRecord:
     return record
 
 
-def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list[Judged]]:
+def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
     sizes = sorted(stock.runs)
     pairs = [(one, other) for i, one in enumerate(sizes) for other in sizes[i + 1 :]]
     measure = yardstick([compare(stock.runs[one], stock.runs[other]) for one, other in pairs])
@@ -338,11 +345,11 @@ def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list
         against = [f"{len(other.tokens)} sequences came back instead of {len(one.tokens)}"] if lost else []
         return Judged(what, found, against + verdict(found, measure))
 
-    same = [judge(f"{OURS} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
+    same = [judge(f"{backend} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [
         judge("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed),
-        judge(f"{OURS} against stock, both with bf16 selection biases", stock.changed, ours.changed),
+        judge(f"{backend} against stock, both with bf16 selection biases", stock.changed, ours.changed),
     ]
     return measure, same, changed

@@ -151,6 +151,12 @@ def test_configurations_of_other_kinds() -> None:
         (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got , allowed: a100 | "),
         (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", ""), "error: gate: got , allowed: auto | host"),
         (("demo", "--layers", "3000000000"), "error: layers: got 3000000000, allowed: 2 to 256"),
+        (
+            ("demo", "--moe-runner-backend", "triton"),
+            "error: moe-runner-backend: got triton, allowed: router_ext | router_ext_pair",
+        ),
+        (("demo", "--fp8"), "error: fp8: got a checkpoint on disk, allowed: --in-memory"),
+        (("demo", "--fp8", "--in-memory"), "error: moe-intermediate: got 64, allowed: multiples of 128 in FP8"),
         (("demo", "--moe-intermediate", "17"), "error: moe-intermediate: got 17, allowed: multiples of 16"),
         (("bench", "--recorded", "h200", "--record"), "error: record: got what is on record already"),
         (("bench", "--recorded", "b300"), "error: recorded: got b300, allowed: h200"),

@@ -17,6 +17,7 @@ from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.demo.trace import RouterTime
 from sglang_router_ext.demo.worker import EngineFailed
 
+OURS = "router_ext_pair"
 ENGINE = '''
 """Greedy tokens that follow from prompt, biases and, at near-ties, the batch size, as in a real engine."""
 import gzip, json, os, pathlib, random, time
@@ -115,7 +116,7 @@ def fake_engine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tiny: S
 
 
 def served(tiny: Size, keep: pathlib.Path, *, in_memory: bool = False) -> serve.ServeReport:
-    return serve.run(tiny, lambda _text: None, keep=keep, in_memory=in_memory)
+    return serve.run(tiny, OURS, lambda _text: None, keep=keep, in_memory=in_memory)
 
 
 def shown(report: serve.ServeReport) -> str:
@@ -133,7 +134,7 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     assert noticed.found.equal == 0
     assert followed.found.equal > 80
     assert report.together
-    ours = report.served[serve.OURS]
+    ours = report.served[OURS]
     assert ours.router[6] == RouterTime(["small_rows_kernel", "warp_select_kernel"], 5.0, 30)
     step = ours.gpu[6]
     assert step is not None
@@ -261,7 +262,7 @@ def test_an_engine_that_keeps_its_weights_fails(tiny: Size, fake_engine: pathlib
 def test_a_profile_without_our_kernels_does_not_pass(tiny: Size, fake_engine: pathlib.Path) -> None:
     report = served(tiny, fake_engine)
     stock = report.served[serve.STOCK]
-    assert not msgspec.structs.replace(report, served={serve.STOCK: stock, serve.OURS: stock}).agrees
+    assert not msgspec.structs.replace(report, served={serve.STOCK: stock, OURS: stock}).agrees
 
 
 def test_a_folder_with_other_things_is_left_alone(tiny: Size, fake_engine: pathlib.Path) -> None:
@@ -333,7 +334,7 @@ def test_engine_arguments_are_sglangs() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
     for method in (
         *("generate", "start_profile", "stop_profile", "shutdown"),
@@ -344,6 +345,6 @@ def test_engine_arguments_are_sglangs() -> None:
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert engine.prompts(plan, 96)[:16] == engine.prompts(plan, 16)
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)
