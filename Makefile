@@ -39,8 +39,11 @@ gpu-test: $(READY) ## tests/gpu; needs a CUDA GPU
 
 gpu-record: $(READY) ## check every design on this GPU, measure, record, and update README.md
 	@$(BIN)/sglang-router-ext check --record
-	@$(BIN)/sglang-router-ext bench --record $(ARGS)
+	@$(BIN)/sglang-router-ext bench --record
+	@$(BIN)/sglang-router-ext bench --record --case deepseek-v3-ungrouped --case deepseek-v4.1-flash --case kimi-k2 --case glm-4.6-bf16
 	@$(BIN)/sglang-router-ext demo --record
+	@$(BIN)/sglang-router-ext demo --record --layers 43 --moe-intermediate 128 --in-memory
+	@$(BIN)/sglang-router-ext demo --record --layers 8 --moe-intermediate 128 --in-memory --fp8 --moe-runner-backend router_ext
 	@$(BIN)/python -m sglang_router_ext.readme README.md
 
 clean: ## remove .venv, caches and builds

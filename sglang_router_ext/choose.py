@@ -88,6 +88,9 @@ def choose(
 ) -> Choice:
     """The design of each stage at ``rows`` rows: longest stage cover first, then the order of the table; else ``host``.
 
+    A backend's designs count as named for a selection, and for the gate in front of one. A gate before SGLang's own selection
+    needs a band, whatever the backend: with nothing but the GEMM replaced, an unmeasured one may well lose.
+
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
     this machine cannot build.
@@ -109,15 +112,19 @@ def choose(
 
     chosen = dict.fromkeys(STAGES, "host")
     if backend is not None:
-        open_stages = set(STAGES) if gate == "auto" else {"selection"}
-        for design in sorted(DESIGNS, key=lambda d: -len(d.stages)):
-            if design.name == "host" or not set(design.stages) <= open_stages:
+        taken = {} if gate == "auto" else {"gate": f"SGLANG_ROUTER_EXT_GATE={gate}"}
+        for design in sorted(DESIGNS, key=lambda d: (-len(d.stages), d.stages != ("selection",))):
+            named = bool(designs) and (design.stages != ("gate",) or chosen["selection"] != "host")
+            covered = [taken[stage] for stage in design.stages if stage in taken]
+            if design.name in ("host", gate):
                 continue
             if designs and design.name not in designs:
                 losers[design.name] = [f"not part of {backend}"]
-            elif runs(design, named=bool(designs)):
+            elif covered:
+                losers[design.name] = [f"{covered[0]} covers its stage"]
+            elif runs(design, named=named):
                 chosen.update(dict.fromkeys(design.stages, design.name))
-                open_stages -= set(design.stages)
+                taken.update(dict.fromkeys(design.stages, design.name))
     if gate not in ("auto", "host") and runs(TABLE[gate], named=True):
         chosen["gate"] = gate
     return Choice(chosen["gate"], chosen["selection"], losers)

@@ -227,7 +227,7 @@ BACKENDS = {
         Backend(
             "router_ext_pair",
             "the fused pair: a gate GEMM and one selection kernel",
-            ("pair", "cublas_gemm", "warp_select", "triton_select"),
+            ("pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
         ),
     )
 }

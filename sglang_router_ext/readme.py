@@ -93,14 +93,13 @@ def results(records: Sequence[Record] | None = None) -> str:
         _results_of([record for record in times if (record.gpu, record.case) == key])
         for key in sorted({(record.gpu, record.case) for record in times}, key=lambda key: (key[0], order.index(key[1])))
     ]
-    served = {
-        (other.identity.gpu, line["moe_layers"]): line
-        for other in sorted(
-            (r for r in listed if isinstance(r, OtherRecord) and r.kind == SERVED), key=lambda r: r.identity.time
-        )
-        for line in [msgspec.json.decode(other.line)]
-    }
-    parts += [_served(line) for line in served.values()]
+    lines = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == SERVED]
+    newest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in sorted(lines, key=lambda line: line["time"]):
+        model = line["gpu"], line["moe_layers"]
+        newest.pop((*model, None, None, None), None)  # records of before say nothing of these
+        newest[*model, *(line.get(field) for field in ("moe_intermediate", "experts", "backend"))] = line
+    parts += [_served(line) for line in newest.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 
@@ -118,7 +117,9 @@ def _results_of(times: Sequence[BenchRecord]) -> str:
     if any(is_ours(record) and is_stale(record) for record in times):
         notes.append("* measured with older sources of the design.")
     runs = ", ".join(f"{run} ({time[:10]})" for run, time in dict.fromkeys((record.run, record.time) for record in times))
-    title = f"**{first.case}** on {first.gpu}: {first.experts} experts, hidden {first.hidden}, top-{first.topk}; median"
+    what = CASES[first.case].what if first.case in CASES else ""
+    shape = f"{first.experts} experts, hidden {first.hidden}, top-{first.topk}{what and f', {what}'}"
+    title = f"**{first.case}** on {first.gpu}: {shape}; median"
     header = ("rows", "reading the weight", "SGLang", "fastest peer", "fastest of ours", "SGLang / ours")
     versions = "; ".join(dict.fromkeys(_versions(record) for record in times))
     text = f"{title} microseconds with a cold cache; {versions}; runs {runs}.\n\n{table(header, lines)}"
@@ -141,14 +142,24 @@ def _served(line: dict[str, Any]) -> str:
     shown = {"router, us a layer": _router}
     if all("clock_ms" in engine for engine in engines.values()):
         shown |= {"step on the GPU, us": _gpu_step, "step by the clock, ms": _clock_step}
-    where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['weights']} weights)"
+    size = f", {line['experts']} experts of {line['moe_intermediate']}" if "experts" in line else ""
+    where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}{size}, {line['weights']} weights)"
     title = f"The router in decode steps with {where}"
     header = ("requests", *(f"{name}, {what}" for what in shown for name in engines))
     rows = [
         (size, *(show(engine, size) for show in shown.values() for engine in engines.values()))
         for size in next(iter(engines.values()))["router"]
     ]
-    return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}"
+    tokens = f"\n{_tokens(line['tokens'])}\n" if "tokens" in line else ""
+    return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}{tokens}"
+
+
+def _tokens(judged: Sequence[dict[str, Any]]) -> str:
+    """What a served record says of its greedy tokens. The last but one comparison is the one that must differ."""
+    *same, noticed, followed = judged
+    texts = (f"{one['what']}: {one['equal']} of {one['sequences']} sequences equal" for one in (*same, followed))
+    verdict = "NOT equal" if any(one["against"] for one in (*same, followed)) else "differences are near-ties"
+    return f"Greedy tokens, {verdict}: {'; '.join(texts)}. For comparison, {noticed['what']}: {noticed['equal']}."
 
 
 def _router(engine: dict[str, Any], size: str) -> str:
@@ -191,7 +202,7 @@ def _named(record: BenchRecord | None) -> str:
 
 
 def _checks(checks: Sequence[CheckRecord]) -> str:
-    parts = (f"`{c.design}` on {c.gpu}, {c.cases - c.failures} of {c.cases} batches right ({c.time[:10]})" for c in checks)
+    parts = (f"`{c.design}` on {c.gpu}, {c.cases - c.failures} of {c.cases} checks passed ({c.time[:10]})" for c in checks)
     return f"Checks against the oracle: {'; '.join(parts)}.\n"
 
 

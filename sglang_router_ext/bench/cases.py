@@ -14,6 +14,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     layers: int | None = None
     what: str = ""
+    stands_for: str = ""
+    """Of a problem that is not the model's own: what the model has instead."""
 
 
 CASES = {
@@ -31,6 +33,7 @@ CASES = {
             problem=Problem(experts=256, hidden=7168, topk=8),
             layers=58,
             what="DeepSeek-V3's shape with one group",
+            stands_for="DeepSeek-V3 has 8 groups, which no selection of ours takes",
         ),
         Case(
             name="deepseek-v3",
@@ -41,6 +44,7 @@ CASES = {
             name="deepseek-v4.1-flash",
             problem=Problem(experts=384, hidden=5120, topk=6),
             what="with sigmoid scores instead of the model's sqrt-softplus",
+            stands_for="the model has sqrt-softplus scores, which no selection of ours takes",
         ),
         Case(name="kimi-k2", problem=Problem(experts=384, hidden=7168, topk=8), layers=60),
         Case(
@@ -48,18 +52,21 @@ CASES = {
             problem=Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32"),
             layers=89,
             what="fp32 gate weight",
+            stands_for="SGLang has MoE modules for GLM-4.6 that the plugin does not link",
         ),
         Case(
             name="glm-4.6-bf16",
             problem=Problem(experts=160, hidden=5120, topk=8),
             layers=89,
             what="GLM-4.6's shape with a bf16 gate weight",
+            stands_for="GLM-4.6 has an fp32 gate weight, and SGLang has MoE modules for it that the plugin does not link",
         ),
         Case(
             name="glm-4.5-air-bf16",
             problem=Problem(experts=128, hidden=4096, topk=8),
             layers=45,
             what="GLM-4.5-Air's shape with a bf16 gate weight",
+            stands_for="GLM-4.5-Air has an fp32 gate weight, and SGLang has MoE modules for it that the plugin does not link",
         ),
     )
 }

@@ -159,6 +159,8 @@ def read(path: pathlib.Path) -> list[Record]:
     """Every record of a file; raises :class:`RecordError` for a line that is none, or that belongs to another GPU's file."""
     found = []
     try:
+        if path.exists() and not path.is_file():
+            raise RecordError(f"{path}: not a file; allowed: a file of lines as bench, check and demo write them")
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from error
@@ -179,6 +181,18 @@ def read_all(directory: pathlib.Path = DIRECTORY) -> list[Record]:
     return [record for path in sorted(directory.glob("*.jsonl")) for record in read(path)]
 
 
+def check_writable(gpu: str, directory: pathlib.Path = DIRECTORY) -> None:
+    """Raise :class:`RecordError` if :func:`write` could not do it, so that no long run ends with that."""
+    path = path_of(gpu, directory)
+    if path.exists():
+        read(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise RecordError(f"record: got {directory}: {error.strerror}, allowed: a folder that can be written") from error
+
+
 def write(records: Iterable[Record], directory: pathlib.Path = DIRECTORY) -> list[pathlib.Path]:
     """Put ``records`` into the files of their GPUs, each in place of an older one with the same key. Files change whole."""
     files: dict[pathlib.Path, list[Record]] = {}
@@ -189,10 +203,14 @@ def write(records: Iterable[Record], directory: pathlib.Path = DIRECTORY) -> lis
         lines = [encode(merged[key]) for key in sorted(merged, key=_order)]
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(b"\n".join(lines) + b"\n")
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(b"\n".join(lines) + b"\n")
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+        except OSError:
+            os.unlink(draft)
+            raise
     return list(files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import time
@@ -32,6 +33,9 @@ class _Group(TyperGroup):
         except (ContractError, RecordError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error
+        except OSError as error:  # a full disk, a folder that went away
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
 
 
 app = typer.Typer(
@@ -75,12 +79,14 @@ def check_plot(plot: pathlib.Path | None) -> None:
 
 
 def _writable(file: pathlib.Path) -> bool:
+    """Whether ``file``, or what it links to, can be written or made. Leaves nothing behind."""
     try:
-        new = not file.exists()
-        file.open("ab").close()
-        if new:
-            file.unlink()
-    except OSError:
+        file = file.resolve()
+        if file.exists():
+            return file.is_file() and os.access(file, os.W_OK)
+        file.open("xb").close()
+        file.unlink()
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 from typing import Annotated
 
 import msgspec
@@ -13,12 +14,21 @@ from sglang_router_ext import settings
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
 
 
+def _stop(*_: object) -> None:
+    """Ends the command as an interrupt does, so that engines and temporary files go with it."""
+    raise typer.Exit(128 + signal.SIGTERM)
+
+
 @app.command()
 def demo(
     *,
     layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
     moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
-    keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces")] = None,
+    backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
+    fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
+    keep: Annotated[
+        pathlib.Path | None, typer.Option(help="new, empty or earlier folder for checkpoint, logs and traces")
+    ] = None,
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="draw the weights on the GPU, for more than a disk takes")
     ] = False,
@@ -30,10 +40,18 @@ def demo(
 
     if not settings.read().enabled:
         typer.echo("SGLANG_ROUTER_EXT=0 does not hold here: the demo runs SGLang with the plugin and without it", err=True)
+    signal.signal(signal.SIGTERM, _stop)
     with Ticker("demo") as ticker:
         try:
             report = demonstration.run(
-                layers=layers, moe_intermediate=moe_intermediate, keep=keep, in_memory=in_memory, record=record, say=ticker.say
+                layers=layers,
+                moe_intermediate=moe_intermediate,
+                backend=backend,
+                fp8=fp8,
+                keep=keep,
+                in_memory=in_memory,
+                record=record,
+                say=ticker.say,
             )
         except EngineFailed as error:
             typer.echo(f"error: {error}", err=True)

@@ -51,8 +51,10 @@ def check(
     gpu = _this_gpu("check")
     from sglang_router_ext.bench import check as checks
     from sglang_router_ext.bench.inputs import model_checks, odd_checks
-    from sglang_router_ext.bench.record import new_run, write
+    from sglang_router_ext.bench.record import check_writable, new_run, write
 
+    if record:
+        check_writable(gpu.name)
     everything = [*model_checks(), *(() if quick else odd_checks())]
     todo = [entry for entry in everything if cases is None or entry.case in cases]
     identity = new_run(gpu.name)
@@ -142,27 +144,29 @@ def _print_reasons(outcomes: Sequence[Outcome]) -> None:
 def bench(
     *,
     case: Annotated[list[str] | None, typer.Option(help=f"may be repeated; without it {DEFAULT_CASE}")] = None,
-    rows: Annotated[str, typer.Option(help="row counts, as in 1,6,16-18")] = "",
+    rows: Annotated[str | None, typer.Option(help="row counts, as in 1,6,16-18")] = None,
     warm: Annotated[bool, typer.Option("--warm", help="only with the data in the L2 cache")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="only with the L2 cache flushed; without either, both")] = False,
     record: Annotated[bool, typer.Option("--record", help="write each row count's times to this GPU's records")] = False,
-    recorded: Annotated[str, typer.Option(help="measure nothing: show what is on record for a GPU, as in h200")] = "",
+    recorded: Annotated[str | None, typer.Option(help="measure nothing: show what is on record for a GPU, as in h200")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     plot: Annotated[pathlib.Path | None, typer.Option(help="write a plot to this PNG file")] = None,
 ) -> None:
     """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
-    counts = parse_rows(rows) if rows else None
+    counts = None if rows is None else parse_rows(rows)
     check_plot(plot)
     asked = [name for name, wanted in (("cold", cold), ("warm", warm)) if wanted]
-    if recorded:
+    if recorded is not None:
         expect(not record, "record", "what is on record already", "one of --record and --recorded")
         _show_recorded(recorded, [one.name for one in cases], counts, asked, plot, as_json=as_json)
         return
     gpu = _this_gpu("bench")
     from sglang_router_ext.bench import clock, report, run
-    from sglang_router_ext.bench.record import new_run, write
+    from sglang_router_ext.bench.record import check_writable, new_run, write
 
+    if record:
+        check_writable(gpu.name)
     counts = counts or list(run.DEFAULT_ROWS)
     caches = asked or list(run.CACHES)
     identity = new_run(gpu.name)

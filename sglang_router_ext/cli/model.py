@@ -34,21 +34,25 @@ def stock_backends() -> list[str]:
 
 
 def read(model: str) -> tuple[Problem, str]:
-    """The problem of one layer of ``model``, and why the plugin does not reach its router ("" where it does).
+    """The problem of one layer of ``model``, and why that is not what a server runs ("" where it is).
 
     ``model``: a case name, a checkpoint's folder, or its ``config.json``.
     Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
     configuration is not of the DeepSeek-V3 kind.
     """
     if model in CASES:
-        return CASES[model].problem, ""
+        return CASES[model].problem, CASES[model].stands_for
     config = _read(model)
     return from_config(config), _unlinked(config)
 
 
 def _unlinked(config: dict[str, Any]) -> str:
     kind = (config.get("text_config") or config).get("model_type", "")
-    return f"{kind} has MoE modules of its own in SGLang, which the plugin does not link" if kind in UNLINKED else ""
+    return (
+        f"{kind} has MoE modules of its own in SGLang, which the plugin does not link: SGLang's own router runs"
+        if kind in UNLINKED
+        else ""
+    )
 
 
 def _read(model: str) -> dict[str, Any]:
@@ -73,9 +77,15 @@ def from_config(config: dict[str, Any]) -> Problem:
     config = config.get("text_config") or config
     for field in (*REQUIRED, *(field for field in GROUPS if config.get(field) is not None)):
         expect(type(config.get(field)) is int, f"model: {field}", config.get(field), "an integer, as DeepSeek-V3's has")
+    for field, type_, allowed in (
+        ("model_type", str, "a name"),
+        ("topk_method", str, "a name"),
+        ("router_fp32", bool, "a bool"),
+    ):
+        expect(field not in config or type(config[field]) is type_, f"model: {field}", config.get(field), allowed)
     kind = config.get("model_type", "")
     softmax = kind in SOFTMAX_DEFAULT
-    fp32 = kind in FP32_GATES or bool(config.get("router_fp32"))
+    fp32 = kind in FP32_GATES or config.get("router_fp32", False)
     return Problem(
         experts=config["n_routed_experts"],
         hidden=config["hidden_size"],

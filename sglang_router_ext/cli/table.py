@@ -108,22 +108,22 @@ def _this_gpu() -> tuple[Gpu, dict[str, str]]:
 def explain(
     *,
     model: Annotated[str, typer.Option(help="a case of bench, a checkpoint's folder, or a config.json")],
-    gpu: Annotated[str, typer.Option(help="h200, b300, ...; without it, the GPU of this machine")] = "",
+    gpu: Annotated[str | None, typer.Option(help="h200, b300, ...; without it, the GPU of this machine")] = None,
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="as for SGLang; stock ones too")] = "router_ext",
-    gate: Annotated[str, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = "",
-    rows: Annotated[str, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = "",
+    gate: Annotated[str | None, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = None,
+    rows: Annotated[str | None, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
     problem, note = models.read(model)
-    where, unavailable = (gpu_by_name(gpu), {}) if gpu else _this_gpu()
+    where, unavailable = _this_gpu() if gpu is None else (gpu_by_name(gpu), {})
     known = (*BACKENDS, *models.stock_backends())
     expect(backend in known, "moe-runner-backend", backend, " | ".join(known))
     ours = backend if backend in BACKENDS else None
-    expect(not gate or gate in GATES, "gate", gate, " | ".join(GATES))
+    expect(gate is None or gate in GATES, "gate", gate, " | ".join(GATES))
     read = settings.read()
-    asked = gate or read.gate
-    counts = parse_rows(rows) if rows else None
+    asked = read.gate if gate is None else gate
+    counts = None if rows is None else parse_rows(rows)
     listed = 0 if counts is None else len(counts)
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
     found = explain_rows(problem, where, ours, asked, counts, unavailable)
@@ -134,7 +134,7 @@ def explain(
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
     out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
     if note:
-        out.print(f"note     {note}: SGLang's own router runs; below is what its shape would get", markup=False)
+        out.print(f"note     {note}; below is what this shape would get", markup=False)
     if not read.enabled:
         out.print(
             "note     SGLANG_ROUTER_EXT=0 turns the plugin off: SGLang runs stock; below is what it would do", markup=False

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from sglang_router_ext.demo.cpu import CpuReport
     from sglang_router_ext.demo.serve import ServeReport
 
-LAYERS, MOE_INTERMEDIATE = 4, 64
+LAYERS, MOE_INTERMEDIATE, BACKEND = 4, 64, "router_ext_pair"
+MAX_LAYERS, MAX_INTERMEDIATE = 256, 8192
 
 
 def run(
     *,
     layers: int = LAYERS,
     moe_intermediate: int = MOE_INTERMEDIATE,
+    backend: str = BACKEND,
+    fp8: bool = False,
     keep: pathlib.Path | None = None,
     in_memory: bool = False,
     record: bool = False,
@@ -32,28 +35,39 @@ def run(
 ) -> CpuReport | ServeReport:
     """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
 
-    ``keep``: folder for checkpoint, logs and traces. ``in_memory``: draw the weights on the GPU instead of writing them,
-    so that a model of any size can be served. ``record``: write the times to the records of this GPU, slower ones too, if all
-    else holds. These three matter with a GPU only. ``say`` gets a line of progress at a time.
+    ``backend``: of ours, what runs beside stock. With a GPU only: ``in_memory`` draws the weights on the GPU instead of writing
+    them, so that a model of any size can be served; ``fp8`` draws them in FP8; ``keep`` is a folder for checkpoint, logs and
+    traces; ``record`` writes the times to the records of this GPU, slower ones too, if all else holds. ``say`` gets a line of
+    progress at a time.
     Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
     import torch
 
     from sglang_router_ext.contract import expect
-    from sglang_router_ext.demo.checkpoint import Size
+    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, Size
+    from sglang_router_ext.designs import BACKENDS
 
-    expect(layers >= 2, "layers", layers, "at least 2: the first has no experts")
-    expect(moe_intermediate >= 16 and moe_intermediate % 16 == 0, "moe-intermediate", moe_intermediate, "multiples of 16")
-    size = Size(layers, moe_intermediate)
+    expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
+    fits = 16 <= moe_intermediate <= MAX_INTERMEDIATE and moe_intermediate % 16 == 0
+    expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
+    expect(backend in BACKENDS, "moe-runner-backend", backend, " | ".join(BACKENDS))
+    expect(not fp8 or in_memory, "fp8", "a checkpoint on disk", "--in-memory")
+    expect(
+        not fp8 or moe_intermediate % FP8_BLOCK == 0, "moe-intermediate", moe_intermediate, f"multiples of {FP8_BLOCK} in FP8"
+    )
+    size = Size(layers, moe_intermediate, fp8)
     if not torch.cuda.is_available():
-        expect(not record, "record", "no CUDA GPU", "a machine with one: no time is measured without")
+        for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):
+            expect(not given, option, "no CUDA GPU", "a machine with one: nothing is served without")
         from sglang_router_ext.demo import cpu
 
-        return cpu.run(size, say)
+        return cpu.run(size, backend, say)
     from sglang_router_ext.bench import record as records
     from sglang_router_ext.demo import serve
 
-    report = serve.run(size, say, keep=keep, in_memory=in_memory)
+    if record:
+        records.check_writable(torch.cuda.get_device_name())
+    report = serve.run(size, backend, say, keep=keep, in_memory=in_memory)
     if record and report.right:
         records.write([serve.record_of(report)])
     return report

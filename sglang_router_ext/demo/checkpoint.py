@@ -29,6 +29,7 @@ from sglang_router_ext.contract import Problem, expect
 
 MODEL = pathlib.Path(__file__).parent / "model.json"
 BIAS_CENTRE, BIAS_SPREAD = 11.75, 0.42
+FP8_BLOCK = 128
 RECIPE = 1
 """Raise when :func:`specs` or :func:`make` change, so that stored checkpoints are written anew."""
 
@@ -38,6 +39,8 @@ class Size(msgspec.Struct, frozen=True):
 
     layers: int = 4
     moe_intermediate: int = 64
+    fp8: bool = False
+    """Linear layers and experts in FP8, a scale for every 128 x 128 weights, as DeepSeek-V3 has them."""
 
     @property
     def moe_layers(self) -> range:
@@ -47,7 +50,12 @@ class Size(msgspec.Struct, frozen=True):
 def config(size: Size) -> dict:
     """The model's ``config.json``."""
     base = json.loads(MODEL.read_text())
-    return base | {"num_hidden_layers": size.layers, "moe_intermediate_size": size.moe_intermediate}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    return (
+        base
+        | {"num_hidden_layers": size.layers, "moe_intermediate_size": size.moe_intermediate}
+        | ({"quantization_config": fp8} if size.fp8 else {})
+    )
 
 
 def problem(model: dict) -> Problem:
@@ -142,6 +150,17 @@ def make(spec: Spec, device: torch.device | str = "cpu") -> torch.Tensor:
     if spec.scale == 0:
         return torch.ones(spec.shape, dtype=torch.bfloat16, device=device)
     return torch.empty(spec.shape, dtype=torch.bfloat16, device=device).normal_(0, spec.scale, generator=generator)
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight`` [.., out, in] bf16 as FP8 of the same shape, and its scales [.., out / 128, in / 128] fp32, rounded up."""
+    rows, columns = weight.shape[-2:]
+    high, wide = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), (0, wide * FP8_BLOCK - columns, 0, high * FP8_BLOCK - rows))
+    blocks = padded.unflatten(-2, (high, FP8_BLOCK)).unflatten(-1, (wide, FP8_BLOCK))
+    scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    values = (blocks / scale[..., :, None, :, None]).flatten(-2).flatten(-3, -2)[..., :rows, :columns]
+    return values.to(torch.float8_e4m3fn), scale
 
 
 def rounded(bias: torch.Tensor) -> torch.Tensor:

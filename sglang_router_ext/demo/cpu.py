@@ -25,7 +25,6 @@ from sglang_router_ext.designs import TABLE
 
 ROWS = (1, 6, 16, 96, 512)
 GPUS = ("h200", "b300")
-BACKEND = "router_ext_pair"
 
 
 class RowCheck(msgspec.Struct, frozen=True):
@@ -45,6 +44,7 @@ class RowCheck(msgspec.Struct, frozen=True):
 
 class CpuReport(msgspec.Struct, frozen=True):
     problem: str
+    backend: str
     checks: list[RowCheck]
     paths: list[str]
     """What the hooks counted."""
@@ -59,7 +59,7 @@ class CpuReport(msgspec.Struct, frozen=True):
         return same and len(self.paths) >= len(STAGES) and any(check.moved_by_bias for check in self.checks)
 
 
-def run(size: Size, say: Callable[[str], None]) -> CpuReport:
+def run(size: Size, backend: str, say: Callable[[str], None]) -> CpuReport:
     """Compare every MoE layer of the checkpoint of ``size``. Publishes a SGLang configuration in this process."""
     started = time.monotonic()
     say("importing SGLang's model code")
@@ -73,23 +73,23 @@ def run(size: Size, say: Callable[[str], None]) -> CpuReport:
     counters.reset()
     with torch.no_grad():
         stock = {layer: build_layer(model, layer) for layer in size.moe_layers}
-        with reference_mode(BACKEND):
+        with reference_mode(backend):
             hooked = {layer: build_layer(model, layer) for layer in size.moe_layers}
         for layer in size.moe_layers:
             say(f"layer {layer} of {size.layers - 1}")
             checks += [check_rows(layer, stock[layer], hooked[layer], hidden[:rows]) for rows in ROWS]
     paths = [f"{entry.stage}: {entry.design} x {entry.calls}" for entry in counters.counts() if not entry.reason]
     problem = checkpoint.problem(model)
-    return CpuReport(str(problem), checks, paths, explained(problem), time.monotonic() - started)
+    return CpuReport(str(problem), backend, checks, paths, explained(problem, backend), time.monotonic() - started)
 
 
-def explained(problem: Problem) -> dict[str, dict[str, str]]:
+def explained(problem: Problem, backend: str) -> dict[str, dict[str, str]]:
     """What would run on GPUs that are not here; nothing is built or launched."""
     from sglang_router_ext.cli.table import explain_rows
 
     found: dict[str, dict[str, str]] = {}
     for gpu in map(gpu_by_name, GPUS):
-        ranges = explain_rows(problem, gpu, BACKEND, "auto", None, {})
+        ranges = explain_rows(problem, gpu, backend, "auto", None, {})
         found[str(gpu)] = {str(entry.rows): str(entry.choice) for entry in ranges}
     return found
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from sglang_router_ext.bench.record import OtherRecord, decode, new_run
+from sglang_router_ext.contract import expect
 from sglang_router_ext.demo import checkpoint, pace, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, verdict, yardstick
@@ -24,7 +25,7 @@ from sglang_router_ext.demo.pace import Spread, in_turn, spread
 from sglang_router_ext.demo.trace import RouterTime, StepTime
 from sglang_router_ext.demo.worker import Worker
 
-STOCK, OURS = "stock", "router_ext_pair"
+STOCK = "stock"
 RECORD_KIND = "served"
 BATCHES = [1, 6, 16, 96]
 CHANGED_BATCH = BATCHES[2]
@@ -33,6 +34,8 @@ SEQUENCES, TOKENS = 96, 32
 ROUNDS, PROFILES = 8, 2
 """Of the clock and of the profiler, for each engine and batch size."""
 CACHE_TOKENS = 65536
+MARK = ".sglang-router-ext-demo"
+"""In a folder that the demo may write into: it made it, or found it empty."""
 RESERVE = 8 * 2**30
 """Bytes of GPU memory that an engine may take beside weights and key-value cache: context, CUDA graphs, activations."""
 
@@ -60,7 +63,9 @@ class Judged(msgspec.Struct, frozen=True):
 class ServeReport(msgspec.Struct, frozen=True):
     gpu: str
     problem: str
-    moe_layers: int
+    size: Size
+    backend: str
+    """Of ours; the name of its engine too."""
     together: bool
     """Whether both engines ran at the same time, so that their rounds alternate; if not, one ran after the other."""
     served: dict[str, Served]
@@ -79,18 +84,18 @@ class ServeReport(msgspec.Struct, frozen=True):
     @property
     def replaced(self) -> bool:
         """The profile shows other router kernels with the plugin than without it, at every batch size."""
-        stock, ours = self.served[STOCK].router, self.served[OURS].router
+        stock, ours = self.served[STOCK].router, self.served[self.backend].router
         return all(time is not None and _kernels(time) != _kernels(stock[size]) for size, time in ours.items())
 
     @property
     def too_slow(self) -> list[int]:
         """Batch sizes at which a decode step takes so much longer on the GPU that the demo fails."""
-        return [size for size, pair in spans(self.served).items() if pair is not None and pace.too_slow(*pair)]
+        return [size for size, pair in spans(self.served, self.backend).items() if pair is not None and pace.too_slow(*pair)]
 
     @property
     def timed(self) -> bool:
         """The profiles show decode steps of both engines, at every batch size."""
-        return all(spans(self.served).values())
+        return all(spans(self.served, self.backend).values())
 
     @property
     def right(self) -> bool:
@@ -108,17 +113,17 @@ def _kernels(time: RouterTime | None) -> list[str]:
     return [] if time is None else time.kernels
 
 
-def spans(served: dict[str, Served]) -> dict[int, tuple[Spread, Spread] | None]:
+def spans(served: dict[str, Served], backend: str) -> dict[int, tuple[Spread, Spread] | None]:
     """Batch size -> span of a decode step on the GPU, stock's and ours; None where one of them is not found."""
-    stock, ours = served[STOCK].gpu, served[OURS].gpu
+    stock, ours = served[STOCK].gpu, served[backend].gpu
     pairs = ((size, stock[size], ours[size]) for size in stock)
     return {size: (one.span_us, other.span_us) if one and other else None for size, one, other in pairs}
 
 
-def _slower(served: dict[str, Served]) -> dict[int, list[str]]:
+def _slower(served: dict[str, Served], backend: str) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for size, pair in spans(served).items():
-        words = {"clock": pace.by_clock(served[STOCK].clock_ms[size], served[OURS].clock_ms[size])}
+    for size, pair in spans(served, backend).items():
+        words = {"clock": pace.by_clock(served[STOCK].clock_ms[size], served[backend].clock_ms[size])}
         if pair is not None:
             words["gpu"] = pace.by_gpu(*pair)
         found[size] = [measure for measure, word in words.items() if word == pace.SLOWER]
@@ -139,8 +144,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     """As ``runs`` at CHANGED_BATCH, with the changed selection biases."""
 
 
-def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = None, in_memory: bool = False) -> ServeReport:
-    """Serve the checkpoint of ``size`` with both engines. ``in_memory``: each draws its weights on the GPU, nothing is written.
+def run(
+    size: Size, backend: str, say: Callable[[str], None], *, keep: pathlib.Path | None = None, in_memory: bool = False
+) -> ServeReport:
+    """Serve the checkpoint of ``size`` stock and with ``backend``. ``in_memory``: each draws its weights on the GPU.
 
     ``keep``: folder for the checkpoint, the logs and the traces. Raises :class:`~sglang_router_ext.demo.worker.EngineFailed`.
     """
@@ -148,6 +155,9 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
 
     started = time.monotonic()
     model = checkpoint.config(size)
+    free, _total = torch.cuda.mem_get_info()
+    need = engine_bytes(model)
+    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size}")
     with _folder(keep) as work:
         if in_memory:
             path = work / "model"
@@ -155,11 +165,10 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
             (path / "config.json").write_text(json.dumps(model))
         else:
             path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
-        free, _total = torch.cuda.mem_get_info()
         together = fits_twice(model, free)
         workers = [
-            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == OURS)
-            for name in (STOCK, OURS)
+            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
+            for name in (STOCK, backend)
         ]
         outcomes: dict[str, Outcome] = {}
         for group in [workers] if together else [[worker] for worker in workers]:
@@ -168,14 +177,15 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
             (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
         say("reading the profiles")
         served = {name: _served(outcome) for name, outcome in outcomes.items()}
-    stock, same, changed = _judge(outcomes[STOCK], outcomes[OURS])
+    stock, same, changed = _judge(outcomes[STOCK], outcomes[backend], backend)
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
-        len(size.moe_layers),
+        size,
+        backend,
         together,
         served,
-        _slower(served),
+        _slower(served, backend),
         stock,
         same,
         changed,
@@ -186,16 +196,33 @@ def run(size: Size, say: Callable[[str], None], *, keep: pathlib.Path | None = N
 @contextlib.contextmanager
 def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="sglang-router-ext-") as work:
-            yield pathlib.Path(work)
+        with tempfile.TemporaryDirectory(prefix="sglang-router-ext-") as temporary:
+            yield pathlib.Path(temporary)
     else:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
+        yield _kept(keep)
+
+
+def _kept(keep: pathlib.Path) -> pathlib.Path:
+    """``keep``, made if need be. One that holds anything but an earlier demo is refused: its files might be overwritten."""
+    try:
+        work = keep.resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        ours = (work / MARK).is_file() or not any(work.iterdir())
+        expect(ours, "keep", f"{keep}, which holds something else", "a new or an empty folder, or one of an earlier demo")
+        (work / MARK).touch()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        expect(False, "keep", f"{keep}: {error}", "a folder that can be made and written")
+    return work
+
+
+def engine_bytes(model: dict) -> int:
+    """GPU memory that one engine needs."""
+    return checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE
 
 
 def fits_twice(model: dict, free: int) -> bool:
     """Whether two engines fit in ``free`` bytes of GPU memory."""
-    return 2 * (checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE) <= free
+    return 2 * engine_bytes(model) <= free
 
 
 def cache_bytes(model: dict) -> int:
@@ -289,18 +316,25 @@ def record_of(report: ServeReport) -> OtherRecord:
     body = msgspec.to_builtins(new_run(report.gpu)) | {
         "kind": RECORD_KIND,
         "problem": report.problem,
-        "moe_layers": report.moe_layers,
+        "moe_layers": len(report.size.moe_layers),
+        "moe_intermediate": report.size.moe_intermediate,
+        "experts": "fp8" if report.size.fp8 else "bf16",
+        "backend": report.backend,
         "weights": "demo",
         "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
         "slower": report.slower,
+        "tokens": [
+            {"what": judged.what, "equal": judged.found.equal, "sequences": judged.found.sequences, "against": judged.against}
+            for judged in (*report.same, *report.changed)
+        ],
     }
     record = decode(msgspec.json.encode(body))
     assert isinstance(record, OtherRecord)
     return record
 
 
-def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list[Judged]]:
+def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
     sizes = sorted(stock.runs)
     pairs = [(one, other) for i, one in enumerate(sizes) for other in sizes[i + 1 :]]
     measure = yardstick([compare(stock.runs[one], stock.runs[other]) for one, other in pairs])
@@ -311,11 +345,11 @@ def _judge(stock: Outcome, ours: Outcome) -> tuple[Yardstick, list[Judged], list
         against = [f"{len(other.tokens)} sequences came back instead of {len(one.tokens)}"] if lost else []
         return Judged(what, found, against + verdict(found, measure))
 
-    same = [judge(f"{OURS} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
+    same = [judge(f"{backend} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [
         judge("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed),
-        judge(f"{OURS} against stock, both with bf16 selection biases", stock.changed, ours.changed),
+        judge(f"{backend} against stock, both with bf16 selection biases", stock.changed, ours.changed),
     ]
     return measure, same, changed

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_router_ext.demo import pace
-from sglang_router_ext.demo.cpu import BACKEND, CpuReport
+from sglang_router_ext.demo.cpu import CpuReport
 from sglang_router_ext.demo.pace import Spread
-from sglang_router_ext.demo.serve import OURS, STOCK, Judged, ServeReport, spans
+from sglang_router_ext.demo.serve import STOCK, Judged, ServeReport, spans
 from sglang_router_ext.demo.trace import RouterTime, StepTime
 
 SHOWN = 4
@@ -30,7 +30,7 @@ def _show_cpu(report: CpuReport, console: Console) -> None:
         f"No CUDA GPU here: SGLang's MoE gate and top-k on the CPU, {report.problem}. No kernel runs, no time is measured."
     )
     table = Table(
-        title_justify="left", title=f"SGLang's modules with the hooks of {BACKEND}, the oracle in place of the kernels"
+        title_justify="left", title=f"SGLang's modules with the hooks of {report.backend}, the oracle in place of the kernels"
     )
     for name in ("layer", "rows", "hooks = oracle", "SGLang's top-k = oracle", "moved by bf16 logits", "moved by a bf16 bias"):
         table.add_column(name, justify="right")
@@ -51,7 +51,7 @@ def _show_cpu(report: CpuReport, console: Console) -> None:
         "rows",
         "runs",
         title_justify="left",
-        title=f"What {BACKEND} would run elsewhere (sglang-router-ext explain says why)",
+        title=f"What {report.backend} would run elsewhere (sglang-router-ext explain says why)",
     )
     for gpu, choice in report.choices.items():
         for rows, what in choice.items():
@@ -65,7 +65,9 @@ def _yes(differences: list[str]) -> str:
 
 
 def _show_serve(report: ServeReport, console: Console) -> None:
-    console.print(f"{report.gpu}: SGLang serving {report.problem}, {report.moe_layers} MoE layers")
+    experts = f"{'FP8' if report.size.fp8 else 'bf16'} experts of {report.size.moe_intermediate}"
+    model = f"{report.problem}, {len(report.size.moe_layers)} MoE layers, {experts}"
+    console.print(f"{report.gpu}: SGLang serving {model}")
     starts = ", ".join(f"{name} {served.start_s:.0f} s" for name, served in report.served.items())
     console.print(f"Engine starts: {starts}")
     _show_clock(report, console)
@@ -86,14 +88,14 @@ def _show_serve(report: ServeReport, console: Console) -> None:
 
 
 def _show_clock(report: ServeReport, console: Console) -> None:
-    stock, ours = report.served[STOCK].clock_ms, report.served[OURS].clock_ms
+    stock, ours = report.served[STOCK].clock_ms, report.served[report.backend].clock_ms
     turns = "in turn" if report.together else "one engine after the other"
     rounds = next(iter(stock.values())).count
     table = _numbers(
         f"A decode step by the clock: median (p10 to p90) of {rounds} rounds each, {turns}",
         "requests",
         STOCK,
-        OURS,
+        report.backend,
         "difference",
     )
     for size in stock:
@@ -105,7 +107,11 @@ def _show_clock(report: ServeReport, console: Console) -> None:
         console.print(
             "The GPU's memory does not hold both engines, so what drifted between their runs is part of the difference."
         )
-    shares = [pair[0].median / 1000 / stock[size].median for size, pair in spans(report.served).items() if pair is not None]
+    shares = [
+        pair[0].median / 1000 / stock[size].median
+        for size, pair in spans(report.served, report.backend).items()
+        if pair is not None
+    ]
     if shares and max(shares) < 1:  # under the profiler a step may take longer than without
         console.print(
             f"In stock, a step's span on the GPU (below) is {min(shares):.0%} to {max(shares):.0%} of its time by the clock;"
@@ -114,13 +120,13 @@ def _show_clock(report: ServeReport, console: Console) -> None:
 
 
 def _show_gpu(report: ServeReport, console: Console) -> None:
-    stock, ours = report.served[STOCK], report.served[OURS]
-    steps = next((pair[0].count for pair in spans(report.served).values() if pair is not None), 0)
+    stock, ours = report.served[STOCK], report.served[report.backend]
+    steps = next((pair[0].count for pair in spans(report.served, report.backend).values() if pair is not None), 0)
     table = _numbers(
         f"A decode step on the GPU, under the profiler: first to last kernel, median (p10 to p90) of {steps} steps each",
-        *("requests", STOCK, OURS, "difference", f"busy / sum, {STOCK}", f"busy / sum, {OURS}"),
+        *("requests", STOCK, report.backend, "difference", f"busy / sum, {STOCK}", f"busy / sum, {report.backend}"),
     )
-    for size, pair in spans(report.served).items():
+    for size, pair in spans(report.served, report.backend).items():
         times = stock.gpu[size], ours.gpu[size]
         table.add_row(
             str(size),
@@ -137,8 +143,10 @@ def _show_gpu(report: ServeReport, console: Console) -> None:
         console.print("[red]The profiles do not show the decode steps of both engines at every batch size.[/]")
     if report.too_slow:
         sizes = ", ".join(map(str, report.too_slow))
-        console.print(f"[red]On the GPU, {OURS} is slower than stock by more than {pace.ALLOWED:.0%} with {sizes} requests.[/]")
-    table = _numbers("The router of one layer, in the same steps", "requests", STOCK, OURS)
+        console.print(
+            f"[red]On the GPU, {report.backend} is slower than stock by more than {pace.ALLOWED:.0%} with {sizes} requests.[/]"
+        )
+    table = _numbers("The router of one layer, in the same steps", "requests", STOCK, report.backend)
     for size in stock.router:
         table.add_row(str(size), *(_router(served.router[size]) for served in (stock, ours)))
     console.print(table)
@@ -153,9 +161,9 @@ def _step(time: StepTime) -> str:
 
 def _moved(report: ServeReport) -> Table:
     """The kernels whose time in a step differs most between the engines: the router's, or whatever else it is."""
-    table = _numbers("What differs in a step, us a kernel", "requests", "kernel", STOCK, OURS)
+    table = _numbers("What differs in a step, us a kernel", "requests", "kernel", STOCK, report.backend)
     for size, stock in report.served[STOCK].gpu.items():
-        ours = report.served[OURS].gpu[size]
+        ours = report.served[report.backend].gpu[size]
         if stock is None or ours is None:
             continue
         pairs = {

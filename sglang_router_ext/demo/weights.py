@@ -6,6 +6,7 @@ the same numbers in every layer, so a near-tie of the router comes 42 times, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +17,30 @@ from sglang_router_ext.demo import checkpoint
 def draw(model: Any, _named: list) -> None:
     """Fill all of an SGLang model with the tensors of :mod:`~.checkpoint`, drawn where the model is, layer by layer."""
     device = next(model.parameters()).device
-    for specs in checkpoint.shards(model.config.to_dict()):
-        model.load_weights((spec.name, checkpoint.make(spec, device)) for spec in specs)
+    config = model.config.to_dict()
+    fp8 = config.get("quantization_config") is not None
+    for specs in checkpoint.shards(config):
+        drawn = ((spec.name, checkpoint.make(spec, device)) for spec in specs)
+        model.load_weights(in_fp8(drawn) if fp8 else drawn)
+
+
+def in_fp8(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights as an FP8 checkpoint names them: what multiplies with its scales, and each expert by itself."""
+    for name, tensor in tensors:
+        parts = {name: tensor}
+        if tensor.dim() == 3:
+            matrices = {"down_proj": tensor}
+            if name.endswith("gate_up_proj"):
+                matrices = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+            prefix = name.rpartition(".")[0]
+            parts = {f"{prefix}.{i}.{kind}.weight": one for kind, some in matrices.items() for i, one in enumerate(some)}
+        for part, weight in parts.items():
+            if not part.removesuffix(".weight").endswith(("_proj", "_with_mqa")):
+                yield part, weight
+                continue
+            values, scale = checkpoint.quantised(weight)
+            yield part, values
+            yield f"{part}_scale_inv", scale
 
 
 def narrow_biases(model: Any, _named: list) -> None:

@@ -78,6 +78,8 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
         preflight.require(demand)
         preflight.require_alike(demand, server_args.nnodes)
         require_live(demand)
+        if server_args.enable_torch_compile:
+            logger.warning("sglang-router-ext: --enable-torch-compile: compiled layers run SGLang's own router, uncounted")
     original(server_args)
     if server_args.moe_runner_backend in BACKENDS:
         check_resolved(server_args)

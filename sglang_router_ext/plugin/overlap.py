@@ -30,6 +30,7 @@ ROUTED = "_router_ext_routed"
 
 def mark(hidden: torch.Tensor) -> None:
     """Note that ``hidden`` [rows, hidden] is routed once the work that its stream has by now is done."""
+    hidden.__dict__.pop(ROUTED, None)
     if hidden.is_cuda and len(hidden) <= MAX_ROWS and torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(hidden.device)
         setattr(hidden, ROUTED, (stream, stream.record_event()))
@@ -39,6 +40,8 @@ def shared_after_routing(
     moe: Any, hidden_states: torch.Tensor, gemm_output_zero_allocator: Any = None, pre_quant_input: Any = None
 ) -> None:
     """BEFORE DeepseekV2MoE._forward_shared_experts: a stream that is not the router's waits for the selection."""
+    if torch.compiler.is_compiling():  # what a compiler traces has no mark, and it must not see a tensor's __dict__
+        return
     routed = hidden_states.__dict__.pop(ROUTED, None)
     if routed is None:
         return

@@ -145,7 +145,7 @@ def _check_here(demand: Demand) -> list[Finding]:
     findings = check(detect_gpu(), demand)
     for finding in findings:
         if not finding.blocks:
-            logger.info("sglang-router-ext: %s", finding)
+            logger.warning("sglang-router-ext: %s", finding)
     return findings
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_router_ext.choose import choose, reasons
 from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Problem
-from sglang_router_ext.designs import TABLE, Rows
+from sglang_router_ext.designs import BACKENDS, GATES, TABLE, Rows
 
 GLM = Problem(experts=288, hidden=4096, topk=8)
 H200, B300, A100, H100 = (KNOWN_GPUS[name] for name in ("h200", "b300", "a100", "h100"))
@@ -64,7 +64,7 @@ def test_other_gpus() -> None:
 
 
 def test_what_cannot_be_built_is_passed_over() -> None:
-    missing = {"pair": "no CUDA compiler", "warp_select": "no CUDA compiler"}
+    missing = dict.fromkeys(("pair", "small_rows", "warp_select"), "no CUDA compiler")
     choice = choose(GLM, 4, H200, backend="router_ext_pair", unavailable=missing)
     assert (choice.gate, choice.selection) == ("cublas_gemm", "triton_select")
     assert choice.losers["pair"] == ["no CUDA compiler"]
@@ -122,7 +122,30 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_shared_slots_count_among_the_slots() -> None:
     assert names(msgspec.structs.replace(GLM, shared=1), 4) == ("pair", "pair")
-    assert names(msgspec.structs.replace(GLM, topk=32, shared=1), 4) == ("cublas_gemm", "host")
+    assert names(msgspec.structs.replace(GLM, topk=32, shared=1), 4) == ("host", "host")
+
+
+def test_a_gate_before_sglangs_selection_runs_where_it_is_measured_to_win() -> None:
+    grouped = msgspec.structs.replace(GLM, groups=8, groups_kept=4)
+    for backend in BACKENDS:
+        assert [names(grouped, rows, backend=backend) for rows in (1, 5, 6, 8, 9, 96)] == [
+            *[("host", "host")] * 2,
+            *[("small_rows", "host")] * 2,
+            *[("host", "host")] * 2,
+        ]
+    why = choose(grouped, 1, H200, backend="router_ext_pair").losers
+    assert why["small_rows"] == ["1 rows: measured fastest at 6-8"]
+    assert why["cublas_gemm"] == ["on trial: runs only where it is named"]
+    assert names(grouped, 1, gate="cublas_gemm") == ("cublas_gemm", "host")
+
+
+@pytest.mark.parametrize("rows", [1, 6, 17, 9000])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gate", GATES)
+def test_whatever_does_not_run_has_a_reason(rows: int, backend: str, gate: str) -> None:
+    choice = choose(GLM, rows, H200, backend=backend, gate=gate)
+    assert choice.losers.keys() == TABLE.keys() - {"host", choice.gate, choice.selection}
+    assert all(choice.losers.values())
 
 
 def test_what_is_not_known_is_an_error() -> None:

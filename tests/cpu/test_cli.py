@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -145,6 +146,18 @@ def test_configurations_of_other_kinds() -> None:
         (("bench", "--recorded", "h200", "--plot", "no-such-folder/x.png"), "error: plot: got no-such-folder/x.png"),
         (("bench", "--recorded", "h200", "--plot", "x.txt"), "error: plot: got x.txt, allowed: a .png file"),
         (("bench", "--recorded", "h200", "--plot", "/proc/x.png"), "error: plot: got /proc/x.png"),
+        (("bench", "--recorded", ""), "error: recorded: got , allowed: h200"),
+        (("bench", "--recorded", "h200", "--rows", ""), "error: rows: got ''"),
+        (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got , allowed: a100 | "),
+        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", ""), "error: gate: got , allowed: auto | host"),
+        (("demo", "--layers", "3000000000"), "error: layers: got 3000000000, allowed: 2 to 256"),
+        (
+            ("demo", "--moe-runner-backend", "triton"),
+            "error: moe-runner-backend: got triton, allowed: router_ext | router_ext_pair",
+        ),
+        (("demo", "--fp8"), "error: fp8: got a checkpoint on disk, allowed: --in-memory"),
+        (("demo", "--fp8", "--in-memory"), "error: moe-intermediate: got 64, allowed: multiples of 128 in FP8"),
+        (("demo", "--moe-intermediate", "17"), "error: moe-intermediate: got 17, allowed: multiples of 16"),
         (("bench", "--recorded", "h200", "--record"), "error: record: got what is on record already"),
         (("bench", "--recorded", "b300"), "error: recorded: got b300, allowed: h200"),
         (
@@ -159,6 +172,39 @@ def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], tex
     assert result.exit_code == 2
     assert result.output.startswith(text)
     assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_plot_goes_where_a_link_points(tmp_path: pathlib.Path, there: bool) -> None:
+    link, target = tmp_path / "link.png", tmp_path / "target.png"
+    link.symlink_to(target)
+    if there:
+        target.write_text("old")
+    assert call("bench", "--recorded", "h200", "--rows", "999", "--plot", str(link)).exit_code == 2
+    assert link.is_symlink()
+    assert target.exists() == there
+    assert call("bench", "--recorded", "h200", "--rows", "1", "--plot", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert target.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_fifo_is_no_plot(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "fifo.png")
+    assert "error: plot" in call("bench", "--recorded", "h200", "--plot", str(tmp_path / "fifo.png")).output
+
+
+@pytest.mark.parametrize("option", ["--record", "--in-memory", "--keep=x"])
+def test_options_of_a_served_demo_want_a_gpu(option: str) -> None:
+    result = call("demo", option)
+    assert result.exit_code == 2
+    assert f"error: {option.strip('-').partition('=')[0]}: got no CUDA GPU" in result.output
+
+
+def test_a_case_that_stands_for_a_model_says_what_that_has() -> None:
+    assert (
+        "sqrt-softplus scores, which no selection of ours takes"
+        in call("explain", "--model", "deepseek-v4.1-flash", "--gpu", "h200").output
+    )
 
 
 def test_a_broken_record_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -174,6 +174,82 @@ print("loaded")
 """
 
 
+DRAWN_IN_FP8 = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.models import deepseek_v2
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+from sglang_router_ext.demo import checkpoint, weights
+from transformers import AutoConfig
+
+folder, store = sys.argv[1:]
+config = json.load(open(folder + "/config.json"))
+publish(ServerArgs(model_path="dummy", device="cpu"), role="test", ranks=SpawnRanks(world_rank=0))
+parallel_state.init_distributed_environment(
+    world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
+)
+parallel_state.initialize_model_parallel()
+deepseek_v2.get_rope_wrapper = lambda *args, **options: torch.nn.Identity()  # on a CPU it wants YaRN; it has no weights
+torch.set_default_dtype(torch.bfloat16)
+quantisation = Fp8Config.from_config(config["quantization_config"])
+model = deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder), quant_config=quantisation)
+drawn = [(name, parameter) for name, parameter in model.named_parameters() if not name.endswith((".k_scale", ".v_scale"))]
+for _name, parameter in drawn:
+    parameter.data.fill_(float("nan"))
+weights.draw(model, [])
+unset = [name for name, parameter in drawn if parameter.float().isnan().any()]
+assert not unset, unset
+
+def wide(values, scale):
+    rows, columns = values.shape[-2:]
+    return values.float() * scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+
+specs = {spec.name: spec for specs in checkpoint.shards(config) for spec in specs}
+def check(values, scale, *names):
+    want = torch.cat([checkpoint.make(specs[name]) for name in names], -2).float()
+    assert values.dtype == torch.float8_e4m3fn
+    assert ((wide(values, scale) - want).abs() <= want.abs() / 16 + want.abs().max() / 2**15).all(), names
+
+layer = model.model.layers[1]
+experts, attention, prefix = layer.mlp.experts, layer.self_attn, "model.layers.1."
+check(experts.w13_weight, experts.w13_weight_scale_inv, prefix + "mlp.experts.gate_up_proj")
+check(experts.w2_weight, experts.w2_weight_scale_inv, prefix + "mlp.experts.down_proj")
+for name in ("q_b_proj", "o_proj"):
+    part = getattr(attention, name)
+    check(part.weight, part.weight_scale_inv, f"{prefix}self_attn.{name}.weight")
+both = attention.fused_qkv_a_proj_with_mqa
+names = (f"{prefix}self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+check(both.weight, both.weight_scale_inv, *names)
+assert torch.equal(layer.mlp.gate.weight, checkpoint.make(specs[prefix + "mlp.gate.weight"]))
+print("drawn")
+"""
+
+
+def test_sglang_takes_the_fp8_weights(tmp_path: pathlib.Path) -> None:
+    shape = {"vocab_size": 32, "hidden_size": 256, "n_routed_experts": 16, "q_lora_rank": 128}
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config(Size(3, 128, fp8=True)) | shape))
+    command = [sys.executable, "-c", DRAWN_IN_FP8, str(tmp_path), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "drawn" in done.stdout
+    assert "not found in params_dict" not in done.stderr
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 200, 64)])
+def test_fp8_blocks_hold_their_largest_weight(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight.view(-1)[0] = 1000.0
+    values, scale = checkpoint.quantised(weight)
+    assert values.shape == weight.shape
+    assert scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    assert values.float().isfinite().all()
+    assert (values.view(-1)[0].float() * scale.view(-1)[0]).item() == pytest.approx(1000.0, rel=1 / 16)
+
+
 def test_sglang_loads_every_tensor(tiny: Size, tmp_path: pathlib.Path) -> None:
     path = checkpoint.write(tiny, tmp_path / "model", lambda _text: None)
     command = [sys.executable, "-c", LOADED_BY_SGLANG, str(path), str(tmp_path / "store")]
@@ -196,7 +272,7 @@ if "rounded" in sys.argv:
         return moe
     calls = []
     cpu.build_layer = lambda model, layer: (wrong if not calls.append(layer) and len(calls) == 1 else build)(model, layer)
-report = cpu.run(checkpoint.Size(layers=2), lambda text: None)
+report = cpu.run(checkpoint.Size(layers=2), "router_ext_pair", lambda text: None)
 import msgspec
 print(msgspec.json.encode(report).decode())
 print(report.agrees)

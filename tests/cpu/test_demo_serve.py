@@ -10,12 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from sglang_router_ext.contract import ContractError
 from sglang_router_ext.demo import checkpoint, engine, serve, show
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.demo.trace import RouterTime
 from sglang_router_ext.demo.worker import EngineFailed
 
+OURS = "router_ext_pair"
 ENGINE = '''
 """Greedy tokens that follow from prompt, biases and, at near-ties, the batch size, as in a real engine."""
 import gzip, json, os, pathlib, random, time
@@ -114,7 +116,7 @@ def fake_engine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tiny: S
 
 
 def served(tiny: Size, keep: pathlib.Path, *, in_memory: bool = False) -> serve.ServeReport:
-    return serve.run(tiny, lambda _text: None, keep=keep, in_memory=in_memory)
+    return serve.run(tiny, OURS, lambda _text: None, keep=keep, in_memory=in_memory)
 
 
 def shown(report: serve.ServeReport) -> str:
@@ -132,7 +134,7 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     assert noticed.found.equal == 0
     assert followed.found.equal > 80
     assert report.together
-    ours = report.served[serve.OURS]
+    ours = report.served[OURS]
     assert ours.router[6] == RouterTime(["small_rows_kernel", "warp_select_kernel"], 5.0, 30)
     step = ours.gpu[6]
     assert step is not None
@@ -151,6 +153,9 @@ def test_two_engines_that_agree(tiny: Size, fake_engine: pathlib.Path) -> None:
     fields = msgspec.json.decode(serve.record_of(report).line)
     assert fields["served"]["stock"]["router"]["96"]["median_us"] == 5.0
     assert fields["slower"].keys() == {"1", "6", "16", "96"}
+    assert [one["sequences"] for one in fields["tokens"]] == [16, 96, 96, 96, 96, 96]
+    assert [bool(one["against"]) for one in fields["tokens"]] == [False, False, False, False, True, False]
+    assert (fields["moe_layers"], fields["moe_intermediate"]) == (2, 16)
     assert msgspec.json.decode(msgspec.json.encode(report))["slower"] == fields["slower"]
 
 
@@ -161,10 +166,10 @@ def test_a_record_takes_the_place_of_one_with_other_findings(tiny: Size, fake_en
 
 
 def order_of(tiny: Size, keep: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[serve.ServeReport, list[str]]:
-    keep.mkdir()
-    monkeypatch.setenv("ORDER", str(keep / "order"))
+    order = keep.parent / "order"
+    monkeypatch.setenv("ORDER", str(order))
     report = served(tiny, keep)
-    timed = [entry for entry in (keep / "order").read_text().split() if entry.endswith(f":{engine.LONG}")]
+    timed = [entry for entry in order.read_text().split() if entry.endswith(f":{engine.LONG}")]
     return report, [entry.partition(":")[0] for entry in timed]
 
 
@@ -257,7 +262,35 @@ def test_an_engine_that_keeps_its_weights_fails(tiny: Size, fake_engine: pathlib
 def test_a_profile_without_our_kernels_does_not_pass(tiny: Size, fake_engine: pathlib.Path) -> None:
     report = served(tiny, fake_engine)
     stock = report.served[serve.STOCK]
-    assert not msgspec.structs.replace(report, served={serve.STOCK: stock, serve.OURS: stock}).agrees
+    assert not msgspec.structs.replace(report, served={serve.STOCK: stock, OURS: stock}).agrees
+
+
+def test_a_folder_with_other_things_is_left_alone(tiny: Size, fake_engine: pathlib.Path) -> None:
+    theirs = fake_engine / "model/config.json"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("precious")
+    with pytest.raises(ContractError, match=r"^keep: got .*, which holds something else, allowed: a new or an empty folder"):
+        served(tiny, fake_engine, in_memory=True)
+    assert theirs.read_text() == "precious"
+
+
+@pytest.mark.parametrize("where", ["file", "file/sub", "/proc/nosuch"])
+def test_a_folder_that_cannot_be_made_is_named(
+    tiny: Size, fake_engine: pathlib.Path, tmp_path: pathlib.Path, where: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ContractError, match=r"^keep: got .*, allowed: a folder that can be made and written"):
+        served(tiny, tmp_path / where)
+
+
+@pytest.mark.parametrize("free", [0, 8 * 2**30])
+def test_too_little_memory_is_named_before_an_engine_starts(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140 * 2**30))
+    with pytest.raises(ContractError, match=r"^free GPU memory: got .* GB, allowed: at least"):
+        served(tiny, fake_engine)
+    assert not fake_engine.exists()
 
 
 def test_an_engine_that_fails_shows_its_log(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +334,7 @@ def test_engine_arguments_are_sglangs() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
     for method in (
         *("generate", "start_profile", "stop_profile", "shutdown"),
@@ -312,6 +345,6 @@ def test_engine_arguments_are_sglangs() -> None:
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
-    plan = serve._plan(serve.OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert engine.prompts(plan, 96)[:16] == engine.prompts(plan, 16)
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)

@@ -175,8 +175,22 @@ def test_checks_and_served_steps_are_listed() -> None:
     older = decode(msgspec.json.encode({**line, "time": "2026-01-01T00:00:00Z", "served": {}}))
     newer = decode(msgspec.json.encode({**line, "served": {"stock": engine, "router_ext_pair": engine}}))
     assert isinstance(newer, OtherRecord)
+    sized = {
+        **line,
+        "time": "2027-01-01T00:00:00Z",
+        "moe_intermediate": 128,
+        "experts": "fp8",
+        "served": {"stock": engine, "router_ext_pair": engine},
+    }
+    judged = [{"what": w, "equal": 90, "sequences": 96, "against": a} for w, a in (("a", []), ("b", ["x"]), ("c", []))]
+    told = readme.results([newer, decode(msgspec.json.encode({**sized, "tokens": judged}))])
+    assert told.count("The router in decode steps") == 1  # the record of before said nothing of the experts' size
+    assert "fp8 experts of 128" in told
+    assert "Greedy tokens, differences are near-ties: a: 90 of 96 sequences equal; c: 90 of 96" in told
+    judged[0]["against"] = ["wrong"]
+    assert "Greedy tokens, NOT equal" in readme.results([decode(msgspec.json.encode({**sized, "tokens": judged}))])
     text = readme.results([check, newer, older])
-    assert "`pair` on NVIDIA H200, 90 of 90 batches right" in text
+    assert "`pair` on NVIDIA H200, 90 of 90 checks passed" in text
     assert "42 MoE layers" in text
     clock = "4.500 (4.250 to 5.000)"
     assert f"| 1 | 5.25 | 5.25 | 4 (4 to 5) | 4 (4 to 5) | {clock} | {clock} |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 
@@ -11,7 +12,7 @@ import pytest
 from sglang_router_ext import designs
 from sglang_router_ext.bench import machine, record
 from sglang_router_ext.bench.record import BenchRecord, CheckRecord, Identity, OtherRecord
-from sglang_router_ext.designs import TABLE, Design, Rows
+from sglang_router_ext.designs import DESIGNS, TABLE, Design, Rows
 
 H200 = "NVIDIA H200"
 ORIGIN = Identity(
@@ -168,7 +169,7 @@ def test_a_copy_without_git_is_told_its_commit(tmp_path: pathlib.Path, monkeypat
 
 def test_records_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
     (tmp_path / "h200.jsonl").mkdir()
-    with pytest.raises(record.RecordError, match="directory"):
+    with pytest.raises(record.RecordError, match="not a file"):
         record.read_all(tmp_path)
 
 
@@ -184,3 +185,36 @@ def test_a_checkout_with_changes_is_told_its_commit(tmp_path: pathlib.Path, monk
     assert machine.commit() == "dirty"
     monkeypatch.setenv("GIT_COMMIT", "4f38c7e")
     assert machine.commit() == "4f38c7e"
+
+
+def test_no_record_of_a_design_that_is_on_is_stale() -> None:
+    names = {design.name for design in DESIGNS if design.status == "on"}
+    mine = [r for r in record.read_all() if not isinstance(r, OtherRecord) and set(r.design.split("+")) <= names]
+    assert len(mine) > 100
+    assert record.stale(mine) == []
+
+
+def test_a_fifo_is_no_file_of_records(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "h200.jsonl")
+    with pytest.raises(record.RecordError, match="not a file"):
+        record.read_all(tmp_path)
+
+
+def test_records_that_cannot_be_written_are_refused_before_the_work(tmp_path: pathlib.Path) -> None:
+    record.check_writable(H200, tmp_path / "new")
+    (tmp_path / "file").touch()
+    with pytest.raises(record.RecordError, match=r"^record: got .*, allowed: a folder that can be written"):
+        record.check_writable(H200, tmp_path / "file")
+    (tmp_path / "h200.jsonl").write_text("nonsense")
+    with pytest.raises(record.RecordError, match=r"h200\.jsonl:1"):
+        record.check_writable(H200, tmp_path)
+
+
+def test_a_write_that_fails_leaves_no_draft(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        record.write([bench()], tmp_path)
+    assert [*tmp_path.iterdir()] == []

@@ -15,8 +15,6 @@ from sglang_router_ext.bench.inputs import Check, inputs_of, model_checks, odd_c
 from sglang_router_ext.bench.launch import launch
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-
 OURS = [design for design in DESIGNS if design.target]
 GROUPS: dict[str, list[Check]] = {}
 for _entry in (*model_checks(), *odd_checks()):

@@ -9,8 +9,6 @@ import torch
 
 from sglang_router_ext.plugin import overlap
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_captured_second_stream_waits_for_the_selection(waits: bool) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+from sglang.srt.layers.moe import topk
 from sglang.srt.runtime_context import get_resources
 from sglang_layer import EXPERTS, HIDDEN, SCALE, TOPK, build, reasons, rows_of, truth_of
 
@@ -127,6 +128,17 @@ def test_expert_placement_is_applied_once():
     info = ExpertLocationDispatchInfo("static", moved, moved[:, None], torch.ones(EXPERTS), EXPERTS + 4)
     output = select(hidden, module(hidden), expert_location_dispatch_info=info)
     assert torch.equal(output.topk_ids.long(), truth_of(module, hidden).ids + 4)
+
+
+def test_a_simulated_routing_overrides_ours(monkeypatch):
+    monkeypatch.setenv("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1")
+    seen = []
+    monkeypatch.setattr(topk, "apply_routing_simulation", lambda ids, *_, **__: (seen.append(ids.clone()), ids.fill_(7)))
+    module, select = build()
+    hidden = rows_of(3)
+    output = select(hidden, module(hidden))
+    assert torch.equal(seen[0].long(), truth_of(module, hidden).ids)
+    assert (output.topk_ids == 7).all()
 
 
 def test_routed_experts_are_captured(monkeypatch):

@@ -163,8 +163,8 @@ def test_a_narrowed_bias_leaves_the_selection_to_sglang():
 def test_a_selection_by_another_function_is_not_planned():
     """DeepSeek V4 selects ungrouped: select_experts does not come by biased_grouped_topk."""
     module, _ = build(use_grouped_topk=False)
-    module(rows_of(2))
-    assert paths() == [("gate", "reference:cublas_gemm")]
+    module(rows_of(6))
+    assert paths() == [("gate", "reference:small_rows")]
 
 
 @pytest.mark.parametrize(
