@@ -31,12 +31,20 @@ U = 2.0**-23
 SHOWN = 3
 
 
+class Planned(NamedTuple):
+    """A plan and the format that was asked for."""
+
+    form: PlanForm
+    tensors: dict[str, torch.Tensor]  # names as in reference.plan
+
+
 class Result(NamedTuple):
     """What a design returned; a stage that it does not cover is None."""
 
     logits: torch.Tensor | None = None  # [rows, experts] fp32
     ids: torch.Tensor | None = None  # [rows, topk] int32
     weights: torch.Tensor | None = None  # [rows, topk] fp32
+    plan: Planned | None = None  # None also where no plan was asked for
 
 
 def logit_bound(problem: Problem, truth: Truth, design: Design) -> torch.Tensor:
@@ -62,11 +70,13 @@ def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> l
             truth = reference.select(problem, result.logits, truth.bias, num_token_non_padded=truth.valid)
             bound = torch.zeros_like(bound)
         found += _compare_selection(result, truth, problem, bound, ordered=bool(design.target))
+        if result.plan is not None:
+            found += compare_plan(result.plan.tensors, result.ids, problem, result.plan.form)
     return found
 
 
 def compare_plan(got: dict[str, torch.Tensor], ids: torch.Tensor, problem: Problem, form: PlanForm) -> list[str]:
-    """Every difference between a plan and the oracle's plan of the same ``ids``, exactly. What lies past the last block is free."""
+    """Every difference between a plan and the oracle's of the same ``ids``, exactly. What lies past the last block is free."""
     found = []
     for name, want in reference.plan(problem, form, ids).items():
         if name not in got:

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_router_ext.contract import Problem
+from sglang_router_ext.contract import PLAN_SLOTS, Problem
 from sglang_router_ext.designs import PACKAGE
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
@@ -35,6 +35,8 @@ ARCH_FLAGS = dict.fromkeys((100, 103), ("-Xptxas=--minnctapersm=1",))
 
 USUAL_HOME = pathlib.Path("/usr/local/cuda")
 
+EXTRA = {"fused/single.cuh": ("capture_id",)}
+"""Header -> functions that its modules have besides ``run``."""
 WITHOUT_SGLANG_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr")
 
 
@@ -142,12 +144,13 @@ def use_toolchain() -> Toolchain:
 def load(header: str, instance: str) -> Any:
     """The built and loaded module of one instance, e.g. ``load("gate/small_rows.cuh", "SmallRows<8, 1, 4>")``.
 
-    Its function ``run`` is ``rx::<instance>::run``. Builds on first use (seconds), then comes from the cache. Raises
-    :class:`BuildError`.
+    Its function ``run`` is ``rx::<instance>::run``; :data:`EXTRA` lists others. Builds on first use (seconds), then comes from
+    the cache. Raises :class:`BuildError`.
     """
     use_toolchain()
     marker = "router_ext_" + re.sub(r"\W+", "_", instance).strip("_")
-    wrapper = [("run", f"::rx::{instance}::run")]
+    names = ("run", *EXTRA.get(header, ()))
+    wrapper = [(name, f"::rx::{instance}::{name}") for name in names]
     source = str(PACKAGE / header)
     try:
         if importlib.util.find_spec("sglang") is not None:
@@ -156,14 +159,14 @@ def load(header: str, instance: str) -> Any:
             found = get_jit_cuda_arch()
             flags = list(ARCH_FLAGS.get(10 * found.major + found.minor, ()))
             return load_jit(marker, cuda_files=[source], cuda_wrappers=wrapper, extra_cuda_cflags=flags)
-        return _load_without_sglang(marker, source, wrapper[0][1])
+        return _load_without_sglang(marker, source, wrapper)
     except BuildError:
         raise
     except Exception as error:
         raise BuildError(f"{header} {instance}: {error}") from error
 
 
-def _load_without_sglang(marker: str, source: str, function: str) -> Any:
+def _load_without_sglang(marker: str, source: str, wrapper: list[tuple[str, str]]) -> Any:
     import torch
     import tvm_ffi.cpp
 
@@ -171,7 +174,8 @@ def _load_without_sglang(marker: str, source: str, function: str) -> Any:
     arch = 10 * major + minor
     if arch not in ARCH_TARGETS:
         raise BuildError(f"sm_{arch}: the kernels are built for {', '.join(f'sm_{a}' for a in ARCH_TARGETS.values())}")
-    export = f'#include "{source}"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC(run, ({function}));\n'
+    lines = [f'#include "{source}"', *(f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, ({function}));" for name, function in wrapper)]
+    export = "\n".join(lines) + "\n"
     return tvm_ffi.cpp.load_inline(marker, cuda_sources=export, extra_cuda_cflags=[*WITHOUT_SGLANG_FLAGS, *_target(arch)])
 
 
@@ -233,12 +237,14 @@ def _parse_usage(text: str) -> list[Usage]:
 
 def instances(problem: Problem) -> dict[str, set[str]]:
     """Header -> instances that serve ``problem`` with 16-byte aligned tensors, as the wrappers would ask for them."""
-    from sglang_router_ext.fused import pair
+    from sglang_router_ext.fused import pair, single
     from sglang_router_ext.gate import small_rows
     from sglang_router_ext.selection import warp_select
 
     vector = problem.experts % 4 == 0
+    kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
     return {
+        single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind) for kind in kinds},
         pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector)},
         small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden)},
         warp_select.HEADER: {warp_select.instance(problem.experts, vector)},

@@ -104,8 +104,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class PlanForm(msgspec.Struct, frozen=True, kw_only=True):
     """The format of a plan, and whose experts it is for.
 
-    ``aligned``: what ``moe_align_block_size`` gives SGLang's Triton and Marlin kernels. Blocks of slots elsewhere come first, as
-    expert -1; a block ends with the number of all slots where it is not full; past ``num_tokens_post_padded`` nothing is said.
+    ``aligned``: what ``moe_align_block_size`` gives SGLang's Triton and Marlin kernels. Blocks of slots elsewhere come first,
+    as expert -1; a block that is not full ends with the number of all slots; past ``num_tokens_post_padded`` nothing is said.
 
     ``tiles``: trtllm-gen's tables. Slots elsewhere are in no tile.
     """

@@ -98,11 +98,33 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
+PLAN_STAGE = "plan"
+"""Of designs that also write the plan, if they are asked for one."""
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
 _WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)
 
 DESIGNS: tuple[Design, ...] = (
+    Design(
+        name="single",
+        stages=("gate", "selection", PLAN_STAGE),
+        target="fused.single:single",
+        what="one launch: small_rows' blocks, blocks that select from their sums as they come, and the plan by some of those",
+        archs=HOPPER_UP,
+        max_experts=1024,
+        max_topk=24,
+        hidden_multiple=8,
+        max_hidden=65536,
+        rows=Rows(1, 128),
+        numerics=Numerics.NEAR_TIE,
+        chain=32,
+        row_stable=True,
+        sources=(
+            *("fused/single.cuh", "fused/single.py", "fused/words.py", "plan/one_block.cuh"),
+            *_SMALL_ROWS,
+            *_WARP_SELECT,
+        ),
+    ),
     Design(
         name="pair",
         stages=("gate", "selection"),
@@ -203,8 +225,8 @@ def by_name(designs: tuple[Design, ...] = DESIGNS) -> dict[str, Design]:
     for design in designs:
         if design.name in table:
             raise ValueError(f"design {design.name}: stands twice in the table")
-        if not design.stages or any(stage not in ("gate", "selection") for stage in design.stages):
-            raise ValueError(f"design {design.name}: stages: got {design.stages}, allowed: gate, selection")
+        if not design.stages or any(stage not in ("gate", "selection", PLAN_STAGE) for stage in design.stages):
+            raise ValueError(f"design {design.name}: stages: got {design.stages}, allowed: gate, selection, plan")
         table[design.name] = design
     return table
 
@@ -228,6 +250,11 @@ BACKENDS = {
             "router_ext_pair",
             "the fused pair: a gate GEMM and one selection kernel",
             ("pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
+        ),
+        Backend(
+            "router_ext_single",
+            "one launch for gate, selection and the experts' plan, and the pair where that does not reach",
+            ("single", "pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
         ),
     )
 }

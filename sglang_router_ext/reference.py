@@ -94,7 +94,7 @@ def route(
 
 
 def plan(problem: Problem, form: PlanForm, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plan of ``ids`` [rows, topk + shared] (-1 in padded rows): name -> int32 tensor, without what lies past the last block.
+    """The plan of ``ids`` [rows, topk + shared] (-1 in padded rows): name -> int32 tensor, up to the end of the last block.
 
     ``aligned``: sorted_token_ids, expert_ids, num_tokens_post_padded. ``tiles``: slot_to_place [rows x slots], place_to_row
     [places + 1], tile_experts [tiles], tile_ends [tiles], tiles [1], places [1], counts [experts].

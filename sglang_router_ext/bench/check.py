@@ -22,11 +22,28 @@ from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of
 from sglang_router_ext.bench.launch import launch, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons
-from sglang_router_ext.contract import ContractError, Gpu, Problem
-from sglang_router_ext.designs import Design
+from sglang_router_ext.contract import ContractError, Gpu, PlanForm, Problem
+from sglang_router_ext.designs import PLAN_STAGE, Design
 from sglang_router_ext.reference import Truth
 
 CHECKS_BETWEEN_FREES = 50
+FIELDS = ("logits", "ids", "weights")
+"""Of a :class:`Result`, those that one row has for itself."""
+
+
+def plan_forms(problem: Problem, rows: int) -> list[PlanForm | None]:
+    """No plan, and plans of other forms than the usual one; which, goes with the row count, so that all come up."""
+    half = max(1, problem.experts // 2)
+    forms = [
+        PlanForm(kind="tiles", block=8),
+        PlanForm(kind="aligned", block=48, counts_elsewhere=True),
+        PlanForm(kind="tiles", block=128, first_local=problem.experts - half, locals=half),
+        PlanForm(kind="aligned", block=8, first_local=0, locals=half, counts_elsewhere=True),
+        PlanForm(kind="aligned", block=128),
+        PlanForm(kind="tiles", block=32, first_local=1, locals=1),
+        PlanForm(kind="aligned", block=64, first_local=half - 1, locals=problem.experts - half + 1),
+    ]
+    return [None, forms[rows % len(forms)], forms[(rows + 3) % len(forms)]]
 
 
 class GpuLost(RuntimeError):
@@ -65,6 +82,9 @@ def examine(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> li
         first = launch(design, problem, inputs)
         second = launch(design, problem, inputs)
         found = compare(first, want, problem, design)
+        for form in plan_forms(problem, len(inputs.hidden)) if PLAN_STAGE in design.stages else ():
+            again = launch(design, problem, inputs, form)
+            found += [f"{form}: {line}" for line in (*compare(again, want, problem, design), *_differences(first, again))]
         found += [f"not repeatable: {line}" for line in _differences(first, second)]
         if design.row_stable and inputs.padding is None:
             found += _row_stability(design, problem, inputs, first)
@@ -77,7 +97,7 @@ def _differences(one: Result, other: Result) -> list[str]:
     """Fields whose bits differ, NaN included."""
     return [
         f"{name} differs at {(a.view(torch.int32) != b.view(torch.int32)).nonzero()[0].tolist()}"
-        for name, a, b in zip(Result._fields, one, other, strict=True)
+        for name, a, b in zip(FIELDS, one[:3], other[:3], strict=True)
         if a is not None and b is not None and not torch.equal(a.view(torch.int32), b.view(torch.int32))
     ]
 
@@ -88,7 +108,8 @@ def _row_stability(design: Design, problem: Problem, inputs: Inputs, batch: Resu
     for row in sorted({0, rows // 2, rows - 1}) if rows > 1 else ():
         one = slice(row, row + 1)
         alone = launch(design, problem, inputs._replace(hidden=inputs.hidden[one], logits=inputs.logits[one]))
-        here = Result(*(None if field is None else field[one] for field in batch))
+        logits, ids, weights = (None if field is None else field[one] for field in batch[:3])
+        here = Result(logits, ids, weights)
         found += [f"row {row} alone is another row: {line}" for line in _differences(alone, here)]
     return found
 
@@ -115,7 +136,7 @@ def _graph(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> lis
     torch.cuda.synchronize(inputs.hidden.device)
     with torch.cuda.stream(stream):
         for _ in range(2):
-            poison((*result, bias))
+            poison((*result[:3], bias, tuple(() if result.plan is None else result.plan.tensors.values())))
             graph.replay()
     torch.cuda.synchronize(inputs.hidden.device)
     return compare(result, want, problem, design)

@@ -11,20 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from sglang_router_ext import reference
-from sglang_router_ext.agreement import Result
+from sglang_router_ext.agreement import Planned, Result
 from sglang_router_ext.bench.inputs import Inputs
 from sglang_router_ext.build import BuildError
-from sglang_router_ext.contract import Problem
-from sglang_router_ext.designs import Design
+from sglang_router_ext.contract import PlanForm, Problem
+from sglang_router_ext.designs import PLAN_STAGE, Design
 from sglang_router_ext.reference import Truth
 from sglang_router_ext.route import launcher
 
 BUILDERS = 16
+ALIGNED = PlanForm(kind="aligned", block=16)
+"""The plan that is asked of a design that makes one: that of Triton experts for few rows."""
 _unbuilt: dict[tuple[str, int, int], BuildError] = {}
 
 
-def launch(design: Design, problem: Problem, inputs: Inputs) -> Result:
+def launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None = ALIGNED) -> Result:
     """``design``'s function on the inputs that its stages read; the fields of stages that it does not cover are None.
+
+    ``form``: of the plan, where the design makes one; None: none.
 
     A build that failed for a shape is not tried again: it raises the same :class:`~sglang_router_ext.build.BuildError`.
     """
@@ -32,19 +36,25 @@ def launch(design: Design, problem: Problem, inputs: Inputs) -> Result:
     if key in _unbuilt:
         raise _unbuilt[key]
     try:
-        return _launch(design, problem, inputs)
+        return _launch(design, problem, inputs, form)
     except BuildError as error:
         _unbuilt[key] = error
         raise
 
 
-def _launch(design: Design, problem: Problem, inputs: Inputs) -> Result:
+def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None) -> Result:
     function = launcher(design.name)
     if design.stages == ("gate",):
         return Result(logits=function(inputs.hidden, inputs.weight))
     if design.stages == ("selection",):
         ids, weights = function(problem, inputs.logits, inputs.bias, num_token_non_padded=inputs.padding)
         return Result(None, ids, weights)
+    if PLAN_STAGE in design.stages:
+        *found, plan = function(
+            problem, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=inputs.padding, form=form
+        )
+        logits, ids, weights = found
+        return Result(logits, ids, weights, None if form is None else Planned(form, plan))
     return Result(*function(problem, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=inputs.padding))
 
 

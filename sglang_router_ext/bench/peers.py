@@ -21,7 +21,7 @@ from sglang_router_ext.agreement import Result, compare, logit_bound
 from sglang_router_ext.bench import flush
 from sglang_router_ext.bench.inputs import Inputs
 from sglang_router_ext.contract import Problem
-from sglang_router_ext.designs import Design, Numerics
+from sglang_router_ext.designs import PLAN_STAGE, Design, Numerics
 from sglang_router_ext.reference import Truth
 
 TINY_GEMM_MAX_ROWS = 16
@@ -276,6 +276,7 @@ def _floor_read(problem: Problem, inputs: Inputs) -> Call:
 _GATE: Stages = ("gate",)
 _SELECTION: Stages = ("selection",)
 _BOTH: Stages = ("gate", "selection")
+_PLANNED: Stages = (*_BOTH, PLAN_STAGE)
 
 # Judges. ``chain`` 1 is the longest chain of additions there can be, so the bound suits any order of summation.
 
@@ -334,7 +335,7 @@ PEERS = {
         Peer("sglang-gemm", _GATE, "SGLang's gate", _sglang_gemm, _judge_result(_GATE)),
         Peer("sglang-topk", _SELECTION, "SGLang's selection", _sglang_topk, _judge_result(_SELECTION, Numerics.EXACT_IDS)),
         Peer("sglang-pair", _BOTH, "SGLang's gate and selection", _sglang_pair, _judge_result(_BOTH)),
-        Peer("sglang-pair+align", _BOTH, "the same and moe_align_block_size", _sglang_pair_align, _judge_aligned),
+        Peer("sglang-pair+align", _PLANNED, "the same and moe_align_block_size", _sglang_pair_align, _judge_aligned),
         Peer("flashinfer-gemm", _GATE, "FlashInfer's tinygemm_bf16; bf16 logits", _flashinfer_gemm, _judge_bf16),
     )
 }

@@ -22,11 +22,12 @@ from sglang_router_ext.designs import DESIGNS, PACKAGE, Design, source_hash
 
 DIRECTORY = PACKAGE / "records"
 ROUTER = "gate+selection"
+PLANNED = "gate+selection+plan"
 FLOOR = "floor-read"
-HOST = {"gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
+HOST = {PLANNED: "sglang-pair+align", "gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
 """What SGLang runs, per group of stages."""
-NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
-"""Peers that are shown but not raced: one does more than its stages, the other's logits are bf16."""
+NOT_RACED = ("flashinfer-gemm",)
+"""Peers that are shown but not raced: its logits are bf16."""
 WIDE = 1.25
 """p90 / p10 from which on a time is shown with both."""
 

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, ROUTER, microseconds
+from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, PLANNED, ROUTER, microseconds
 from sglang_router_ext.bench.run import Line
 
-GROUPS = {"gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
+GROUPS = {PLANNED: "router and plan", "gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
 
 
 def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:

@@ -18,7 +18,7 @@ from sglang_router_ext.bench.peers import PEERS, Missing, note
 from sglang_router_ext.bench.record import BenchRecord, Identity, current_hash
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import STAGES, ContractError, Gpu, Problem
-from sglang_router_ext.designs import DESIGNS, Design, Numerics
+from sglang_router_ext.designs import DESIGNS, PLAN_STAGE, Design, Numerics
 from sglang_router_ext.reference import Truth
 
 DEFAULT_ROWS = (1, 2, 4, 6, 8, 16, 18, 32, 64, 96, 256, 1024, 8192)
@@ -42,7 +42,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     cache: str
     design: str
     stages: str
-    """``gate``, ``selection``, ``gate+selection`` or ``floor``."""
+    """``gate``, ``selection``, ``gate+selection``, ``gate+selection+plan`` or ``floor``."""
     ours: bool
     timing: Timing | None = None
     wrong: list[str] = []
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     def make(cls, case: Case, rows: int, device: torch.device | str) -> Batch:
         inputs = random_inputs(case.problem, rows, device=device)
         truths: dict[tuple[str, ...], Truth | str] = {}
-        for stages in (("gate",), ("selection",), STAGES):
+        for stages in (("gate",), ("selection",), STAGES, (*STAGES, PLAN_STAGE)):
             try:
                 truths[stages] = truth(stages, case.problem, inputs)
             except ContractError as error:
@@ -119,6 +119,9 @@ def _ours(batch: Batch, gpu: Gpu | None, line: dict[str, Any]) -> Iterator[_Cand
             yield Line(**line, design=design.name, stages="+".join(design.stages), ours=True, missing=text)
         else:
             yield candidate(design, lambda design=design: launch(design, problem, inputs))
+            if PLAN_STAGE in design.stages:
+                alone = msgspec.structs.replace(design, stages=STAGES)
+                yield candidate(alone, lambda design=design: launch(design, problem, inputs, None))
     runnable = [design for design in table if not refused[design.name]]
     for gate in (d for d in runnable if d.stages == ("gate",) and d.name not in NOT_CHAINED):
         for selection in (d for d in runnable if d.stages == ("selection",)):

@@ -101,6 +101,10 @@ struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
   // tiles_of_rows, consumers_first.
+  static int64_t capture_id(int64_t device) {
+    return capture_of(static_cast<int32_t>(device));
+  }
+
   static void run(
       TensorView hidden,
       TensorView weight,

@@ -22,8 +22,7 @@ NAMES = {
 }
 """Tensors of a plan, in the kernel's order."""
 ROWS_EACH = 4
-"""Rows of a consumer block, where its warps suffice: they share a multiprocessor, and a plan of one consumer needs no exchange."""
-MOST_CONSUMERS = 64
+"""Rows of a consumer block, where its warps suffice: they share a multiprocessor, but a plan of one consumer is its alone."""
 
 
 class Division(NamedTuple):

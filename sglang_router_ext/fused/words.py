@@ -34,7 +34,9 @@ class Pool:
             size = -(-count // ALIGN) * ALIGN
             if self._free is None or len(self._free) < size:
                 capturing = owner[0] == "graph"
-                allowed = "a launch before it, outside of any capture" if self._free is None else f"at most {RESERVE} words in all"
+                allowed = (
+                    "a launch before it, outside of any capture" if self._free is None else f"at most {RESERVE} words in all"
+                )
                 expect(not capturing, "stream", "single in a CUDA graph's capture, without words left", allowed)
                 self._free = torch.full((max(RESERVE, size),), EMPTY, dtype=torch.int32, device=device)
             mine, self._free = self._free[:size], self._free[size:]
