@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_router_ext.choose import Choice, choose
-from sglang_router_ext.contract import Gpu, Problem
-from sglang_router_ext.designs import TABLE
+from sglang_router_ext.contract import Gpu, PlanForm, Problem
+from sglang_router_ext.designs import PLAN_STAGE, TABLE
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ class Routed(NamedTuple):
     logits: torch.Tensor | None  # [rows, experts] fp32
     ids: torch.Tensor | None  # [rows, topk + shared] int32, -1 in padded rows
     weights: torch.Tensor | None  # [rows, topk + shared] fp32, 0 in padded rows
+    plan: dict[str, torch.Tensor] | None = None  # of the form that was asked for ({}: none); None where no design plans
 
 
 @functools.cache
@@ -62,6 +63,11 @@ class Route:
         """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch."""
         return self._choose(rows)
 
+    def plans(self, rows: int) -> bool:
+        """Whether the design at ``rows`` rows can make a plan."""
+        fused = self.choice(rows).fused
+        return fused is not None and PLAN_STAGE in TABLE[fused].stages
+
     def __call__(
         self,
         hidden: torch.Tensor,
@@ -69,15 +75,21 @@ class Route:
         bias: torch.Tensor | None,
         *,
         num_token_non_padded: torch.Tensor | None = None,
+        form: PlanForm | None = None,
     ) -> Routed:
         """Route ``hidden`` [rows, hidden]; ``num_token_non_padded`` is int32 [1] on the device, or None for no padding.
+
+        ``form``: of the plan, for designs that make one.
 
         Raises :class:`~sglang_router_ext.contract.ContractError` for arguments outside the contract, before any launch.
         """
         choice = self.choice(len(hidden))
         if choice.fused:
+            planned = {"form": form} if self.plans(len(hidden)) else {}
             return Routed(
-                *launcher(choice.fused)(self.problem, hidden, weight, bias, num_token_non_padded=num_token_non_padded)
+                *launcher(choice.fused)(
+                    self.problem, hidden, weight, bias, num_token_non_padded=num_token_non_padded, **planned
+                )
             )
         if choice.gate == "host":
             return Routed(None, None, None)

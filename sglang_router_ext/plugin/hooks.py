@@ -129,6 +129,23 @@ HOOKS: tuple[Hook, ...] = (
         remove_when="select_experts accepts a precomputed selection and still post-processes it",
     ),
     Hook(
+        target="sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function="blocks:take_blocks",
+        parameters=(
+            "topk_ids",
+            "block_size",
+            "num_experts",
+            "ignore_invalid_expert",
+            "return_inactive_prefix_count",
+            "pad_expert_ids",
+        ),
+        why="hands over the plan made with the ids, so that no count and sort runs before the experts",
+        remove_when="expert kernels accept a precomputed plan beside the ids",
+    ),
+    Hook(
         target="sglang.srt.layers.moe.utils.resolve_moe_runner_backend",
         kind="around",
         where=SCHEDULER,

@@ -4,6 +4,8 @@
     MoEGate.forward           -> gate_forward   runs the route; the logits returned carry the selection as a Plan
     topk.biased_grouped_topk  -> take_plan      takes the Plan if it answers exactly the question asked, or calls the original
 
+What the experts' count and sort would make comes with it where a design plans; see ``blocks.py``.
+
 The plan travels on the logits tensor and not on the module: with two-batch overlap two batches are between gate and selection
 at once. The selection enters SGLang below select_experts, so that what SGLang does after a selection (remapping for EPLB,
 capture and recording of routed experts, padding, shared slots, simulation, waterfill) happens as ever.
@@ -22,9 +24,10 @@ import torch
 from sglang_router_ext import settings
 from sglang_router_ext.arguments import VECTOR_BYTES
 from sglang_router_ext.choose import Choice
-from sglang_router_ext.contract import DTYPES, Problem
+from sglang_router_ext.contract import DTYPES, PlanForm, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.plugin import counters, overlap, preflight
+from sglang_router_ext.plugin.blocks import Forms, carry
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.route import Route
 
@@ -49,6 +52,7 @@ class Plan(NamedTuple):
     problem: Problem
     bias: torch.Tensor  # [experts] float32, the tensor that the selection read
     version: int  # version counter of the logits when they were made
+    blocks: tuple[Forms, PlanForm | None, dict[str, torch.Tensor]] | None = None  # where a design plans
 
 
 class Kernels:
@@ -97,6 +101,7 @@ class Layer:
         self.config = config
         self.refusal = refusal
         self._elsewhere = {} if selects else dict.fromkeys(_SELECTIONS, "this layer selects by another function of SGLang")
+        self.forms: Forms = {}
         self._bound: tuple[Any, ...] | None = None
         self._route: Route | None = None
 
@@ -111,7 +116,8 @@ class Layer:
         bias = None if bias is None else bias.detach()
         route, choice = self._bind(weight, bias, hidden)
         prefix = self.request.executor.prefix
-        logits, ids, weights = route(hidden, weight, bias)
+        form = self.forms.get(len(hidden))
+        logits, ids, weights, plan = route(hidden, weight, bias, form=form)
         if logits is None:
             counters.count("gate", HOST, self._why(choice, "gate", len(hidden)))
             logits = host()
@@ -124,7 +130,8 @@ class Layer:
             return hand_over(logits, "inference-mode tensors do not show whether they were changed")
         assert bias is not None  # a design selects with a bias only
         overlap.mark(hidden)
-        return hand_over(logits, Plan(ids, weights, prefix + choice.selection, route.problem, bias, logits._version))
+        blocks = None if plan is None else (self.forms, form, plan)
+        return hand_over(logits, Plan(ids, weights, prefix + choice.selection, route.problem, bias, logits._version, blocks))
 
     def _refuses(self, gate: Any, hidden: torch.Tensor) -> str | None:
         """Why this call is SGLang's whatever the table says, or None."""
@@ -299,6 +306,9 @@ def take_plan(original: Callable[..., Any], *args: Any, **call: Any) -> tuple[to
     # Once only: SGLang masks and remaps the tensors that it gets in place.
     hand_over(logits, "plan refused: taken before")
     counters.count("selection", handed.design)
+    if handed.blocks is not None:
+        forms, form, blocks = handed.blocks
+        carry(handed.ids, forms, handed.design, form, blocks)
     return handed.weights, handed.ids
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_router_ext import reference
-from sglang_router_ext.contract import expect, gpu_by_name
+from sglang_router_ext.contract import PlanForm, expect, gpu_by_name
 from sglang_router_ext.designs import BACKENDS, GATES
 from sglang_router_ext.plugin import hooks, layer, runner
 from sglang_router_ext.plugin.layer import Kernels, Request
@@ -30,6 +30,7 @@ class OracleRoute(Route):
         bias: torch.Tensor | None,
         *,
         num_token_non_padded: torch.Tensor | None = None,
+        form: PlanForm | None = None,
     ) -> Routed:
         """As :meth:`Route.__call__`, on any device."""
         choice = self.choice(len(hidden))
@@ -42,7 +43,11 @@ class OracleRoute(Route):
         truth = reference.select(
             self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded), magnitude=magnitude
         )
-        return Routed(logits.float(), *reference.outputs(self.problem, truth))
+        ids, weights = reference.outputs(self.problem, truth)
+        plan = None
+        if self.plans(len(hidden)):
+            plan = {} if form is None else reference.plan(self.problem, form, ids)
+        return Routed(logits.float(), ids, weights, plan)
 
     def select(
         self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None

@@ -1,0 +1,100 @@
+"""From SGLang's selection to the count and sort of its experts: which plans are taken, and what is learnt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size as align_of_marlin
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+from sglang_layer import EXPERTS, build, paths, reasons, rows_of
+
+from sglang_router_ext import reference
+from sglang_router_ext.contract import BLOCKS, PlanForm, Problem
+from sglang_router_ext.plugin import blocks
+
+PROBLEM = Problem(experts=EXPERTS, hidden=256, topk=6)
+
+
+@pytest.fixture
+def host():
+    """SGLang's own count and sort, which needs a GPU, by the oracle."""
+    asked = []
+
+    def align(topk_ids, block_size, num_experts, ignore_invalid_expert=False, **options):
+        asked.append((len(topk_ids), block_size))
+        if block_size not in BLOCKS:
+            return None
+        form = PlanForm(kind="aligned", block=block_size, counts_elsewhere=options["return_inactive_prefix_count"])
+        return tuple(reference.plan(PROBLEM, form, topk_ids).values())
+
+    return asked, align
+
+
+def ask(host, ids, block=16, experts=EXPERTS, **options):
+    return blocks.take_blocks(host[1], ids, block, experts, **options)
+
+
+def select(rows, layer):
+    module, topk = layer
+    hidden = rows_of(rows)
+    return topk(hidden, module(hidden)).topk_ids
+
+
+def test_the_first_call_teaches_and_the_second_takes(host):
+    layer = build("router_ext_single")
+    first = ask(host, select(5, layer))
+    ids = select(5, layer)
+    second = ask(host, ids)
+    assert host[0] == [(5, 16)]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert paths().count(("plan", "reference:single")) == 1
+    assert reasons("plan") == ["the first call at a row count shows the block size"]
+    ask(host, select(7, layer))
+    assert host[0] == [(5, 16), (7, 16)]
+
+
+def test_marlins_form_is_another(host):
+    layer = build("router_ext_single")
+    for _ in range(2):
+        found = ask(host, select(3, layer), 8, return_inactive_prefix_count=True)
+    assert host[0] == [(3, 8)]
+    assert len(found[2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        (lambda ids: ids, {"block": 32}, "another block size than before"),
+        (lambda ids: ids, {"experts": EXPERTS + 1}, "another block size than before"),
+        (lambda ids: ids, {"ignore_invalid_expert": True}, "another contract for experts elsewhere"),
+        (lambda ids: ids, {"pad_expert_ids": True}, "another contract for experts elsewhere"),
+        (lambda ids: ids, {"block": 24}, "more than 128 rows, or blocks of 24"),
+        (lambda ids: ids.clone(), {}, blocks.NO_BLOCKS),
+        (lambda ids: ids.add_(0), {}, "the ids were changed since"),
+    ],
+)
+def test_a_plan_for_another_question_is_refused(host, change, options, reason):
+    layer = build("router_ext_single")
+    ask(host, select(4, layer))
+    ids = change(select(4, layer))
+    before = len(host[0])
+    ask(host, ids, **options)
+    assert len(host[0]) == before + 1
+    assert reasons("plan")[-1] == reason
+
+
+def test_other_designs_plan_nothing(host):
+    ask(host, select(4, build("router_ext_pair")))
+    assert reasons("plan") == [blocks.NO_BLOCKS]
+    ask(host, select(200, build("router_ext_single")))
+    assert reasons("plan") == [blocks.NO_BLOCKS]
+
+
+def test_every_importer_asks_us(host):
+    for function in (fused_moe.moe_align_block_size, align_of_marlin):
+        step, cells = function, []
+        while step is not None:
+            cells += [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
+            step = getattr(step, "__wrapped__", None)
+        assert any(getattr(cell, "__name__", "") == "take_blocks" for cell in cells)
