@@ -140,7 +140,6 @@ __device__ __forceinline__ void gate_block(
   wait_for_producer();
   let_consumer_start();
 
-  float sum[kTiles][2][4] = {};
   uint4 row[kDepth][kHalves];
   auto load_rows = [&](int done) {
 #pragma unroll
@@ -153,21 +152,22 @@ __device__ __forceinline__ void gate_block(
       }
     }
   };
-  auto multiply = [&] {
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) {
-      const uint4 low = row[i][0], high = kTall ? row[i][kHalves - 1] : uint4{};
-      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        mma_16x8x16(sum[tile][0], first, weight[i][tile].x, weight[i][tile].y);
-        mma_16x8x16(sum[tile][1], second, weight[i][tile].z, weight[i][tile].w);
-      }
-    }
-  };
   load_rows(0);
 #pragma unroll 1
   for (int tile_of_rows = first, buffer = 0;; tile_of_rows += step, buffer ^= kBuffers - 1) {
+    float sum[kTiles][2][4] = {};
+    auto multiply = [&] {
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        const uint4 low = row[i][0], high = kTall ? row[i][kHalves - 1] : uint4{};
+        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          mma_16x8x16(sum[tile][0], first, weight[i][tile].x, weight[i][tile].y);
+          mma_16x8x16(sum[tile][1], second, weight[i][tile].z, weight[i][tile].w);
+        }
+      }
+    };
     multiply();
     if constexpr (!kExact) {
       for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
@@ -192,11 +192,6 @@ __device__ __forceinline__ void gate_block(
       go_to(16 * (tile_of_rows + step));
       if constexpr (!kExact) load_weight(0);
       load_rows(0);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[tile][i / 4][i % 4] = 0.0f;
-      }
     }
     __syncthreads();
     if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -414,8 +414,9 @@ __device__ __forceinline__ bool select_row(
 
 // One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
 template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector>
-__global__ __launch_bounds__(kRowsPerBlock * kTeam * kWarp, kTeam > 1 || kGroups > 4 ? 1 : 0) void warp_select_kernel(
-    const __grid_constant__ WarpSelectParams params) {
+__global__ __launch_bounds__(
+    kRowsPerBlock * kTeam * kWarp,
+    kTeam > 1 || kGroups > 4 || kTopk > 8 ? 1 : 0) void warp_select_kernel(const __grid_constant__ WarpSelectParams params) {
   static_assert(kTeam == 1 || kRowsPerBlock == 1, "a team of several warps synchronises as a block");
   constexpr Source kSource = kSlices > 0 ? Source::kSums : Source::kLogits;
   __shared__ RowMemory<kTeam, kTopk> memories[kRowsPerBlock];

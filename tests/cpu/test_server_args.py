@@ -78,7 +78,7 @@ def resolved(**options):
     return "resolved"
 
 
-seen["parsed"] = {name: outcome(lambda: parsed("--moe-runner-backend", name)) for name in ("router_ext", "router_ext_pair")}
+seen["parsed"] = {name: outcome(lambda: parsed("--moe-runner-backend", name)) for name in ("router_ext", "router_ext_pair", "router_ext_single")}
 seen["draft"] = outcome(lambda: parsed("--speculative-moe-runner-backend=router_ext_pair"))
 seen["typo"] = outcome(lambda: parsed("--moe-runner-backend", "router_ext_pear"))
 seen["engine typo"] = outcome(lambda: resolved(moe_runner_backend="router_ext_pear"))
@@ -235,7 +235,7 @@ def test_sglangs_parser_refuses_a_typo(seen):
 
 @pytest.mark.parametrize("case", ["engine typo", "engine draft typo"])
 def test_engine_refuses_a_typo_and_names_what_is_allowed(seen, case):
-    text = "moe_runner_backend: got 'router_ext_pear', allowed: router_ext | router_ext_pair"
+    text = "moe_runner_backend: got 'router_ext_pear', allowed: router_ext | router_ext_pair | router_ext_single"
     assert seen[case] == ["ContractError", text]
 
 
@@ -362,8 +362,8 @@ def test_what_is_asked_for(monkeypatch):
     assert Demand.of_options(["triton", "router_ext"], "auto").backends == ("router_ext",)
     assert Demand.of_options(["router_ext", "router_ext"], "auto").backends == ("router_ext",)
     assert str(Demand.of_options(["router_ext", None], "naive")) == "router_ext and SGLANG_ROUTER_EXT_GATE=naive"
-    with pytest.raises(ContractError, match="got 'router_ext_single'"):
-        Demand.of_options(["router_ext_single"], "auto")
+    with pytest.raises(ContractError, match="got 'router_ext_double'"):
+        Demand.of_options(["router_ext_double"], "auto")
     monkeypatch.setattr(sys, "argv", ["sglang", "--speculative-moe-runner-backend", "router_ext_pair"])
     assert Demand.of_command_line("auto").backends == ("router_ext_pair",)
 
