@@ -62,6 +62,17 @@ __device__ __forceinline__ void store_if(bool condition, T* address, T value) {
                : "memory");
 }
 
+// The same for a word that another block of this grid waits for: it reaches the L2 without waiting for anything.
+template <typename T>
+__device__ __forceinline__ void send_word_if(bool condition, T* address, T value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.relaxed.gpu.global.b32 [%1], %2;\n}" ::"r"(static_cast<int>(condition)),
+      "l"(address),
+      "r"(reinterpret_cast<const uint32_t&>(value))
+      : "memory");
+}
+
 inline cudaStream_t stream_of(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
 }

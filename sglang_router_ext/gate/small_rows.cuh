@@ -239,7 +239,11 @@ __device__ __forceinline__ void gate_block(
       }
       const int expert = first_expert + logit % kExperts;
       const int at = slice * params.slice_stride + (first_row + logit / kExperts) * params.out_stride + expert;
-      store_if(mine && (!(kCluster || kWords) || expert < params.experts), params.out + at, total);
+      if constexpr (kWords) {
+        send_word_if(mine && expert < params.experts, params.out + at, total);
+      } else {
+        store_if(mine && (!kCluster || expert < params.experts), params.out + at, total);
+      }
     }
     if (!more) return;
     if constexpr (kBuffers == 1) __syncthreads();

@@ -90,7 +90,7 @@ __device__ __forceinline__ void tell_planners(
   for (int planner = 0; planner < params.planners; ++planner) {
     if (planner == own) continue;
     uint32_t* word = params.ids + (static_cast<int64_t>(planner) * params.rows + row) * kIdWords<kTopk> + lane;
-    *word = low | high << 16;
+    send_word_if(true, word, low | high << 16);
   }
 }
 

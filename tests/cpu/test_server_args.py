@@ -78,7 +78,8 @@ def resolved(**options):
     return "resolved"
 
 
-seen["parsed"] = {name: outcome(lambda: parsed("--moe-runner-backend", name)) for name in ("router_ext", "router_ext_pair", "router_ext_single")}
+names = ("router_ext", "router_ext_pair", "router_ext_single")
+seen["parsed"] = {name: outcome(lambda: parsed("--moe-runner-backend", name)) for name in names}
 seen["draft"] = outcome(lambda: parsed("--speculative-moe-runner-backend=router_ext_pair"))
 seen["typo"] = outcome(lambda: parsed("--moe-runner-backend", "router_ext_pear"))
 seen["engine typo"] = outcome(lambda: resolved(moe_runner_backend="router_ext_pear"))
