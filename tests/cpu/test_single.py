@@ -1,0 +1,103 @@
+"""``single`` where it needs no GPU: who does what, the words of a launch, and how large a plan can become."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_router_ext import agreement, reference
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.contract import BLOCKS, ContractError, PlanForm, Problem
+from sglang_router_ext.fused import single, words
+from sglang_router_ext.gate.small_rows import config
+from sglang_router_ext.selection.warp_select import groups
+
+CPU = torch.device("cpu")
+SHAPES = sorted(
+    {(case.problem.experts, case.problem.hidden) for case in CASES.values()} | {(1024, 8), (1, 8), (896, 7168), (33, 40)}
+)
+
+
+@pytest.mark.parametrize(("experts", "hidden"), SHAPES)
+def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int) -> None:
+    for rows in range(1, 129):
+        how = single.division(rows, experts, hidden, 132)
+        split = config(experts, hidden)
+        each = -(-rows // how.consumers)
+        assert each * how.consumers >= rows and each <= split.warps // groups(experts)
+        assert 1 <= how.planners <= how.consumers < 132
+        assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
+        producers = -(-experts // (8 * split.tiles)) * split.slices * how.tiles_of_rows
+        assert how.consumers_first == (producers + how.consumers <= 132)
+
+
+def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "RESERVE", 1024)
+    pool = words.Pool()
+    first = pool.take(CPU, ("stream", 1), 100)
+    assert (first == words.EMPTY).all()
+    assert pool.take(CPU, ("stream", 1), 60).data_ptr() == first.data_ptr()
+    second = pool.take(CPU, ("graph", 1), 100)
+    assert second.data_ptr() >= first.data_ptr() + 4 * 100
+    assert pool.take(CPU, ("stream", 1), 300).data_ptr() > second.data_ptr()  # more than it had: others are not overrun
+    assert pool.take(CPU, ("graph", 1), 100).data_ptr() == second.data_ptr()
+
+
+def test_a_capture_takes_no_words_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "RESERVE", 256)
+    pool = words.Pool()
+    with pytest.raises(ContractError, match=r"^stream: got single in a CUDA graph's capture.*a launch before it, outside"):
+        pool.take(CPU, ("graph", 1), 64)
+    pool.take(CPU, ("stream", 1), 64)
+    pool.take(CPU, ("graph", 1), 128)
+    with pytest.raises(ContractError, match="at most 256 words in all"):
+        pool.take(CPU, ("graph", 2), 128)
+    pool.take(CPU, ("stream", 2), 128)  # outside of a capture there are always more
+
+
+def test_a_plan_by_hand() -> None:
+    problem = Problem(experts=5, hidden=8, topk=2)
+    ids = torch.tensor([[2, 0], [0, 4], [-1, -1], [4, 2]], dtype=torch.int32)
+    form = PlanForm(kind="aligned", block=8, locals=4, counts_elsewhere=True)
+    plan = reference.plan(problem, form, ids)
+    pad = 8
+    assert plan["expert_ids"].tolist() == [-1, 0, 2]
+    assert plan["sorted_token_ids"].tolist() == [3, 4, 5, 6, *[pad] * 4, 1, 2, *[pad] * 6, 0, 7, *[pad] * 6]
+    assert plan["num_tokens_post_padded"].tolist() == [24, 1]
+    tiles = reference.plan(problem, PlanForm(kind="tiles", block=8, first_local=1), ids)
+    assert tiles["tile_experts"].tolist() == [1, 3]  # experts 2 and 4
+    assert tiles["tile_ends"].tolist() == [2, 10]
+    assert tiles["slot_to_place"].tolist() == [0, -1, -1, 8, -1, -1, 9, 1]
+    assert tiles["place_to_row"].tolist() == [0, 3, *[-1] * 6, 1, 3, *[-1] * 6, -1]
+    assert tiles["counts"].tolist() == [0, 0, 2, 0, 2]
+    assert (tiles["tiles"].tolist(), tiles["places"].tolist()) == ([2], [16])
+
+
+@given(
+    st.integers(1, 128),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.sampled_from(BLOCKS),
+    st.sampled_from(("aligned", "tiles")),
+    st.integers(0, 2**31),
+)
+def test_a_plan_fits_the_tensors_made_for_it(rows: int, experts: int, topk: int, block: int, kind: str, seed: int) -> None:
+    topk = min(topk, experts)
+    problem = Problem(experts=experts, hidden=8, topk=topk)
+    chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :topk].int()
+    chosen[rows // 2 :: 3] = -1
+    local = max(1, experts // 2)
+    for form in (PlanForm(kind=kind, block=block), PlanForm(kind=kind, block=block, locals=local)):
+        room = single.empty_plan(problem, form, rows, CPU)
+        want = reference.plan(problem, form, chosen)
+        assert room.keys() == want.keys()
+        for name, tensor in want.items():
+            assert len(room[name]) >= len(tensor), name
+            room[name][: len(tensor)] = tensor
+        assert agreement.compare_plan(room, chosen, problem, form) == []
+        room["expert_ids" if kind == "aligned" else "tiles"][0] += 1
+        assert agreement.compare_plan(room, chosen, problem, form)
