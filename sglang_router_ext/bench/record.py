@@ -115,6 +115,24 @@ class OtherRecord(msgspec.Struct, frozen=True):
 Record = BenchRecord | CheckRecord | OtherRecord
 
 
+def soak_record(identity: Identity, design: str, case: str, found: Sequence[Any], source_hash: str) -> OtherRecord:
+    """A ``soak`` as a record; ``found`` as ``bench/soak.py`` gives it. A newer one takes an older one's place."""
+    body = msgspec.structs.asdict(identity) | {
+        "kind": "soak",
+        "design": design,
+        "case": case,
+        "rows": [one.rows for one in found],
+        "replays": [one.replays for one in found],
+        "judged": [one.judged for one in found],
+        "failures": [len(one.failures) for one in found],
+        "seconds": [round(one.seconds, 1) for one in found],
+        "sources": [source_hash],
+    }
+    found_record = decode(msgspec.json.encode(body))
+    assert isinstance(found_record, OtherRecord)
+    return found_record
+
+
 def new_run(gpu: str) -> Identity:
     """The identity of a run that starts now in this process on the GPU that the driver calls ``gpu``."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.choose import reasons
 from sglang_router_ext.cli.app import Ticker, app, check_plot, console, parse_rows, pick, print_json
 from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 OURS = [design.name for design in DESIGNS if design.target]
 DEFAULT_CASE = "glm-5.3-flash"
+MAX_REPLAYS = 10**9
 SHOWN_FAILURES = 20
 """Failing lines per design that are printed as they happen; the others are only counted, and stand in ``--json``."""
 
@@ -138,6 +140,61 @@ def _print_reasons(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         for text in outcome.failures:
             out.print(f"FAILED   {outcome.design}: {outcome.check}: {text}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def soak(
+    *,
+    design: Annotated[str, typer.Option(help="whose launches")] = "single",
+    case: Annotated[str, typer.Option(help="the model's shape")] = DEFAULT_CASE,
+    rows: Annotated[str, typer.Option(help="row counts, as in 1,6,16-18; the replays are shared out")] = "1,6,16,96",
+    replays: Annotated[int, typer.Option(help="of CUDA graphs, in all")] = 1_000_000,
+    between: Annotated[int, typer.Option(help="replays between two judgements by the oracle")] = 10_000,
+    record: Annotated[bool, typer.Option("--record", help="write the result to the records of this GPU")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Replay a design's CUDA graph very often with changing inputs: nothing may hang, and every judged result must be right."""
+    row = TABLE[pick("design", [design], OURS)[0]]
+    problem = CASES[pick("case", [case], list(CASES))[0]].problem
+    counts = parse_rows(rows)
+    expect(1 <= replays <= MAX_REPLAYS, "replays", replays, f"1 to {MAX_REPLAYS}")
+    expect(1 <= between <= replays, "between", between, f"1 to {replays}, the replays")
+    gpu = _this_gpu("soak")
+    for count in counts:
+        refused = reasons(row, problem, count, gpu)
+        expect(not refused, "rows", count, f"rows that {design} takes ({'; '.join(refused)})")
+    from sglang_router_ext.bench import record as records
+    from sglang_router_ext.bench import soak as soaking
+
+    if record:
+        records.check_writable(gpu.name)
+    identity = records.new_run(gpu.name)
+    found: list[soaking.Soaked] = []
+    share = -(-replays // len(counts))
+    with Ticker("soak") as ticker:
+        for count in counts:
+
+            def say(done: int, failed: int, count: int = count) -> None:
+                ticker.step(f"{design}, {count} rows: {done} of {share} replays, {failed} differences")
+
+            try:
+                found.append(soaking.soak(row, problem, count, "cuda", replays=share, between=between, say=say))
+            except soaking.Stuck as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(1) from error
+    failures = [text for one in found for text in one.failures]
+    if record:
+        records.write([records.soak_record(identity, design, case, found, row.source_hash)])
+    if as_json:
+        print_json([one._asdict() for one in found])
+    else:
+        table = Table("rows", "replays", "judged", "seconds", "differences", title=f"{design} on {case}", title_justify="left")
+        for one in found:
+            table.add_row(*map(str, (one.rows, one.replays, one.judged, round(one.seconds, 1), len(one.failures))))
+        console().print(table)
+        for text in failures[:SHOWN_FAILURES]:
+            console().print(f"FAILED   {text}", markup=False, soft_wrap=True)
+    raise typer.Exit(1 if failures else 0)
 
 
 @app.command()
