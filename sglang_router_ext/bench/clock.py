@@ -66,10 +66,12 @@ class Variant(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Exactly one of the two is empty."""
+    """A time or words why there is none."""
 
     timing: Timing | None
     wrong: list[str]
+    kernels: tuple[Activity, ...] = ()
+    """Of the replay whose span is the median; times from the start of its first kernel."""
 
 
 def spans(activities: Iterable[Activity], flush_name: str = FLUSH_NAME) -> list[tuple[float, int]]:
@@ -78,16 +80,30 @@ def spans(activities: Iterable[Activity], flush_name: str = FLUSH_NAME) -> list[
     Kernels belong to the last flush that started before them; with PDL they may overlap each other and start before the
     flush has ended. What runs before the first flush belongs to nobody.
     """
-    found: list[tuple[int, int, int]] = []
-    started = False
-    for start, end, name in sorted(activities):
-        if flush_name in name:
-            found.append((0, 0, 0))
-            started = True
-        elif started:
-            first, last, kernels = found[-1]
-            found[-1] = (first if kernels else start, max(last, end), kernels + 1)
-    return [((last - first) / 1000, kernels) for first, last, kernels in found]
+    return [(span(kernels), len(kernels)) for kernels in replays_of(activities, flush_name)]
+
+
+def span(kernels: Sequence[Activity]) -> float:
+    """Microseconds from the first start to the last end; 0 without kernels."""
+    return (max(end for _, end, _ in kernels) - kernels[0].start_ns) / 1000 if kernels else 0.0
+
+
+def replays_of(activities: Iterable[Activity], flush_name: str = FLUSH_NAME) -> list[list[Activity]]:
+    """The kernels behind each flush, by start."""
+    found: list[list[Activity]] = []
+    for activity in sorted(activities):
+        if flush_name in activity.name:
+            found.append([])
+        elif found:
+            found[-1].append(activity)
+    return found
+
+
+def typical(replays: Sequence[Sequence[Activity]]) -> tuple[Activity, ...]:
+    """The replay whose span is the median, from its own start."""
+    chosen = sorted(replays, key=span)[len(replays) // 2]
+    begin = chosen[0].start_ns if chosen else 0
+    return tuple(Activity(start - begin, end - begin, name) for start, end, name in chosen)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -180,16 +196,16 @@ class Clock:
             except Exception as error:
                 torch.cuda.synchronize(self.device)  # raises where the GPU itself is lost
                 done[variant.name] = Timed(None, [f"{RAISED} {type(error).__name__}: {error}"])
-        timings = self._time(graphs, replays) if graphs else {}
+        timed = self._time(graphs, replays) if graphs else {}
         for variant in variants:
             if variant.name in graphs:
                 wrong = variant.judge(graphs[variant.name][1])
-                done[variant.name] = Timed(None, wrong) if wrong else Timed(timings[variant.name], [])
+                done[variant.name] = Timed(None, wrong) if wrong else timed[variant.name]
         graphs.clear()
         torch.cuda.empty_cache()  # graphs keep pools of their own
         return {variant.name: done[variant.name] for variant in variants}
 
-    def _time(self, graphs: dict[str, tuple[Graph, Any]], replays: int) -> dict[str, Timing]:
+    def _time(self, graphs: dict[str, tuple[Graph, Any]], replays: int) -> dict[str, Timed]:
         def rounds(count: int) -> None:
             for _ in range(count):
                 for graph, _outputs in graphs.values():
@@ -203,11 +219,15 @@ class Clock:
                 rounds(WARM_UP_ROUNDS)
                 torch.cuda.synchronize(self.device)
             for attempt in range(1, SESSIONS + 1):
-                measured = spans(self._profile(lambda: rounds(replays)))
+                measured = replays_of(self._profile(lambda: rounds(replays)))
                 try:
                     if len(measured) != replays * len(graphs):
                         raise ClockError(f"{len(measured)} flushes recorded, launched {replays * len(graphs)}")
-                    return {name: summarise(name, measured[i :: len(graphs)]) for i, name in enumerate(graphs)}
+                    found = {}
+                    for i, name in enumerate(graphs):
+                        mine = measured[i :: len(graphs)]
+                        found[name] = Timed(summarise(name, [(span(one), len(one)) for one in mine]), [], typical(mine))
+                    return found
                 except ClockError as error:
                     if attempt == SESSIONS:
                         raise

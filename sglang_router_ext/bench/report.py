@@ -157,3 +157,42 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
 
 def _draw(axis: Any, curve: Sequence[Line], **style: Any) -> None:
     axis.plot([line.rows for line in curve], [line.median_us for line in curve], marker=".", **style)
+
+
+def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
+    """The kernels of a layer's router over time, one panel a case and row count: SGLang's above, ours below, cold cache.
+
+    Of ours, the fastest with and the fastest without a plan. A bar is a kernel from start to end; with PDL, bars overlap.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [line for line in lines if line.kernels and line.cache == "cold" and line.stages in (ROUTER, PLANNED)]
+    panels = list(dict.fromkeys((line.case, line.rows) for line in timed))
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 3 * max(1, len(panels))), squeeze=False, sharex=True)
+    names = dict.fromkeys(name for line in timed for name, _, _ in line.kernels)
+    colours = {name: f"C{place % 10}" for place, name in enumerate(names)}
+    for axis, (case, rows) in zip(axes[:, 0], panels, strict=False):
+        here = [line for line in timed if (line.case, line.rows) == (case, rows)]
+        shown: list[Line] = []
+        for stages in (PLANNED, ROUTER):
+            group = [line for line in here if line.stages == stages]
+            both = (_find(group, HOST[stages], ours=False), _fastest(group, ours=True))
+            shown += [line for line in both if line is not None]
+        for place, line in enumerate(shown):
+            for depth, (name, start, end) in enumerate(line.kernels):
+                lane = place + 0.3 * (depth % 2) - 0.15  # kernels that overlap stay apart
+                axis.barh(lane, end - start, left=start, height=0.28, color=colours[name], alpha=0.6)
+                axis.text(start, lane, f" {name}", va="center", fontsize="x-small", clip_on=True)
+        axis.set_yticks(
+            range(len(shown)), [f"{line.design}{' *' if line.ours else ''}\n{line.median_us:.2f} us" for line in shown]
+        )
+        axis.invert_yaxis()
+        axis.set_xlabel("microseconds from the start of the first kernel")
+        axis.set_title(f"{case}, {rows} row{'s' if rows > 1 else ''}, cold L2 cache (* ours)")
+        axis.grid(visible=True, axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

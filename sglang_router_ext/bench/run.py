@@ -14,6 +14,7 @@ from sglang_router_ext.bench.cases import Case
 from sglang_router_ext.bench.clock import RAISED, REPLAYS, Clock, Timing, Variant
 from sglang_router_ext.bench.inputs import Inputs, random_inputs
 from sglang_router_ext.bench.launch import launch, run_at_once, truth
+from sglang_router_ext.bench.names import short
 from sglang_router_ext.bench.peers import PEERS, Missing, note
 from sglang_router_ext.bench.record import BenchRecord, Identity, current_hash
 from sglang_router_ext.choose import reasons
@@ -50,6 +51,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     missing: str = ""
     """Why one of ours does not cover this, or why there is no such peer here: absent, raising, or itself wrong."""
     note: str = ""
+    kernels: list[tuple[str, float, float]] = []
+    """Name, start and end (microseconds) of each kernel in a typical replay; empty for what was recorded."""
 
     @property
     def median_us(self) -> float:
@@ -168,11 +171,12 @@ def measure(
         timed = clock.time(variants, cold=cache == "cold", replays=replays)
         for entry in entries:
             if isinstance(entry, _Candidate):
-                timing, wrong = timed[entry.variant.name]
+                timing, wrong, kernels = timed[entry.variant.name]
                 found = {"wrong": wrong} if entry.line.ours else {"missing": "; ".join(wrong)}
                 if not entry.line.ours and wrong and wrong[0].startswith(RAISED):
                     _raised[case.name, entry.line.design] = f"at {rows} rows it {wrong[0]}"
-                lines.append(msgspec.structs.replace(entry.line, timing=timing, **found))
+                shown = [(short(name), start / 1000, end / 1000) for start, end, name in kernels]
+                lines.append(msgspec.structs.replace(entry.line, timing=timing, kernels=shown, **found))
             else:
                 lines.append(entry)
     return lines

@@ -70,12 +70,11 @@ def parse_rows(text: str) -> list[int]:
     return sorted(found)
 
 
-def check_plot(plot: pathlib.Path | None) -> None:
+def check_plot(plot: pathlib.Path | None, option: str = "plot") -> None:
     """Refuse a file that could not be written, before the work that it is to show."""
     if plot is not None:
-        expect(
-            plot.suffix == ".png" and _writable(plot), "plot", plot, "a .png file, in a folder that exists, that can be written"
-        )
+        fits = plot.suffix == ".png" and _writable(plot)
+        expect(fits, option, plot, "a .png file, in a folder that exists, that can be written")
 
 
 def _writable(file: pathlib.Path) -> bool:

@@ -208,14 +208,17 @@ def bench(
     recorded: Annotated[str | None, typer.Option(help="measure nothing: show what is on record for a GPU, as in h200")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     plot: Annotated[pathlib.Path | None, typer.Option(help="write a plot to this PNG file")] = None,
+    timeline: Annotated[pathlib.Path | None, typer.Option(help="write the kernels over time to this PNG file")] = None,
 ) -> None:
     """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = None if rows is None else parse_rows(rows)
     check_plot(plot)
+    check_plot(timeline, "timeline")
     asked = [name for name, wanted in (("cold", cold), ("warm", warm)) if wanted]
     if recorded is not None:
         expect(not record, "record", "what is on record already", "one of --record and --recorded")
+        expect(timeline is None, "timeline", "what is on record, which holds no kernels", "one of --timeline and --recorded")
         _show_recorded(recorded, [one.name for one in cases], counts, asked, plot, as_json=as_json)
         return
     gpu = _this_gpu("bench")
@@ -253,6 +256,8 @@ def bench(
         _print_bench(lines, wrong)
     if plot is not None:
         report.plot(lines, plot)
+    if timeline is not None:
+        report.timeline(lines, timeline)
     raise typer.Exit(1 if wrong else 0)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sglang_router_ext.bench.names import short
 from sglang_router_ext.demo.pace import Spread, spread
 
 SELECTION = re.compile(
@@ -156,15 +157,3 @@ def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
         if tuple(short(kernel.name) for kernel in call) == most
     ]
     return RouterTime(list(most), round(statistics.median(spans), 2), count)
-
-
-def short(name: str) -> str:
-    """A kernel's name without template arguments, parameters, namespaces and return type."""
-    depth, kept = 0, []
-    for character in name.replace("(anonymous namespace)::", ""):
-        if character == "(" and depth == 0:
-            break
-        depth += (character == "<") - (character == ">")
-        if depth == 0 and character != ">":
-            kept.append(character)
-    return "".join(kept).split("::")[-1].split(" ")[-1]

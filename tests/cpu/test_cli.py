@@ -146,6 +146,11 @@ def test_configurations_of_other_kinds() -> None:
         (("bench", "--recorded", "h200", "--plot", "no-such-folder/x.png"), "error: plot: got no-such-folder/x.png"),
         (("bench", "--recorded", "h200", "--plot", "x.txt"), "error: plot: got x.txt, allowed: a .png file"),
         (("bench", "--recorded", "h200", "--plot", "/proc/x.png"), "error: plot: got /proc/x.png"),
+        (
+            ("bench", "--recorded", "h200", "--timeline", "x.png"),
+            "error: timeline: got what is on record, which holds no kernels",
+        ),
+        (("bench", "--timeline", "/proc/x.png"), "error: timeline: got /proc/x.png"),
         (("bench", "--recorded", ""), "error: recorded: got , allowed: h200"),
         (("bench", "--recorded", "h200", "--rows", ""), "error: rows: got ''"),
         (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got , allowed: a100 | "),
@@ -335,6 +340,23 @@ def test_a_plot_is_a_picture(tmp_path: pathlib.Path) -> None:
     lines = [*LINES, line("pair", 5.0, rows=16, ours=True), line("sglang-pair", 9.0, rows=16, ours=False)]
     file = tmp_path / "plot.png"
     report.plot(lines, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_timeline_is_a_picture(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    stock = [("tiny_n_gemm_kernel", 0.0, 3.1), ("_router_triton_kernel", 3.3, 6.2), ("moe_align_small_numel", 6.4, 8.0)]
+    ours = [("small_rows_kernel", 0.0, 2.5), ("warp_select_kernel", 1.9, 4.4)]
+    plan = "gate+selection+plan"
+    lines = [
+        line("sglang-pair+align", 8.0, stages=plan, ours=False, kernels=stock),
+        line("single", 4.9, stages=plan, ours=True, kernels=[("single_kernel", 0.0, 4.9)]),
+        line("sglang-pair", 6.2, ours=False, kernels=stock[:2]),
+        line("pair", 4.4, ours=True, kernels=ours),
+        line("pair", 4.4, rows=16, ours=True, kernels=ours),
+    ]
+    file = tmp_path / "timeline.png"
+    report.timeline(lines, file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 

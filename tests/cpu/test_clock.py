@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_router_ext.bench.clock import POISON_INT, Activity, ClockError, percentile, poison, spans, summarise
+from sglang_router_ext.bench.clock import (
+    POISON_INT,
+    Activity,
+    ClockError,
+    percentile,
+    poison,
+    replays_of,
+    spans,
+    summarise,
+    typical,
+)
 from sglang_router_ext.bench.flush import FLUSH_NAME
 
 
@@ -58,3 +68,16 @@ def test_poison_reaches_every_tensor() -> None:
     poison((floats, None, [ids]))
     assert floats.isnan().all()
     assert ids.tolist() == [POISON_INT, POISON_INT]
+
+
+def test_the_typical_replay_is_that_of_the_median_span() -> None:
+    activities = [Activity(0, 10, FLUSH_NAME)]
+    for number, length in enumerate((9, 3, 5)):
+        begin = 100 * (number + 1)
+        activities += [
+            Activity(begin, begin + 1, "a"),
+            Activity(begin + 2, begin + length, "b"),
+            Activity(begin + 50, begin + 60, FLUSH_NAME),
+        ]
+    assert typical(replays_of(activities)[:3]) == (Activity(0, 1, "a"), Activity(2, 5, "b"))
+    assert typical([[]]) == ()
