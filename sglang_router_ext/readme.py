@@ -97,8 +97,10 @@ def results(records: Sequence[Record] | None = None) -> str:
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in sorted(lines, key=lambda line: line["time"]):
         model = line["gpu"], line["moe_layers"]
-        newest.pop((*model, None, None, None), None)  # records of before say nothing of these
-        newest[*model, *(line.get(field) for field in ("moe_intermediate", "experts", "backend"))] = line
+        served = line.get("experts", "bf16"), line.get("backend", "router_ext_pair")
+        if "experts" in line:
+            newest.pop((*model, None, *served), None)  # records of before say nothing of the experts' size
+        newest[*model, line.get("moe_intermediate"), *served] = line
     parts += [_served(line) for line in newest.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
@@ -158,7 +160,9 @@ def _tokens(judged: Sequence[dict[str, Any]]) -> str:
     """What a served record says of its greedy tokens. The last but one comparison is the one that must differ."""
     *same, noticed, followed = judged
     texts = (f"{one['what']}: {one['equal']} of {one['sequences']} sequences equal" for one in (*same, followed))
-    verdict = "NOT equal" if any(one["against"] for one in (*same, followed)) else "differences are near-ties"
+    everything = (*same, followed)
+    equal = all(one["equal"] == one["sequences"] for one in everything)
+    verdict = "NOT equal" if any(one["against"] for one in everything) else "equal" if equal else "differences are near-ties"
     return f"Greedy tokens, {verdict}: {'; '.join(texts)}. For comparison, {noticed['what']}: {noticed['equal']}."
 
 

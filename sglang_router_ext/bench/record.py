@@ -203,9 +203,9 @@ def read_all(directory: pathlib.Path = DIRECTORY) -> list[Record]:
 def check_writable(gpu: str, directory: pathlib.Path = DIRECTORY) -> None:
     """Raise :class:`RecordError` if :func:`write` could not do it, so that no long run ends with that."""
     path = path_of(gpu, directory)
-    if path.exists():
-        read(path)
     try:
+        if path.exists():
+            read(path)
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -221,6 +221,7 @@ def write(records: Iterable[Record], directory: pathlib.Path = DIRECTORY) -> lis
         merged = {record.key: record for record in [*(read(path) if path.exists() else []), *new]}
         lines = [encode(merged[key]) for key in sorted(merged, key=_order)]
         path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()  # a link stays one
         handle, draft = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:

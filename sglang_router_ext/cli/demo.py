@@ -15,8 +15,8 @@ from sglang_router_ext.cli.app import Ticker, app, console, print_json
 
 
 def _stop(*_: object) -> None:
-    """Ends the command as an interrupt does, so that engines and temporary files go with it."""
-    raise typer.Exit(128 + signal.SIGTERM)
+    """End the command, so that engines and temporary files go with it. Not by typer's Exit: an Exception may be caught."""
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 @app.command()
@@ -27,7 +27,8 @@ def demo(
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
     fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
     keep: Annotated[
-        pathlib.Path | None, typer.Option(help="new, empty or earlier folder for checkpoint, logs and traces")
+        pathlib.Path | None,
+        typer.Option(help="folder for checkpoint, logs and traces: new, empty, or of a demo of the same model"),
     ] = None,
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="draw the weights on the GPU, for more than a disk takes")

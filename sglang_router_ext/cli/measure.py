@@ -309,5 +309,7 @@ def _print_bench(lines: Sequence[Line], wrong: Sequence[str], where: str = "") -
     for table in report.tables(lines):
         out.print(table)
     remarks = (f"{where}{text}" for text in report.remarks(lines))
-    for text in (*report.per_pass(lines), *remarks, *(f"FAILED {text}" for text in wrong)):
+    cases = (CASES[name] for name in dict.fromkeys(line.case for line in lines) if name in CASES)
+    stand_ins = (f"{one.name}: {one.what}; {one.stands_for}" for one in cases if one.stands_for)
+    for text in (*stand_ins, *report.per_pass(lines), *remarks, *(f"FAILED {text}" for text in wrong)):
         out.print(text, markup=False, soft_wrap=True)

@@ -82,16 +82,16 @@ def from_config(config: dict[str, Any]) -> Problem:
         ("topk_method", str, "a name"),
         ("router_fp32", bool, "a bool"),
     ):
-        expect(field not in config or type(config[field]) is type_, f"model: {field}", config.get(field), allowed)
-    kind = config.get("model_type", "")
+        expect(config.get(field) is None or type(config[field]) is type_, f"model: {field}", config.get(field), allowed)
+    kind = config.get("model_type") or ""
     softmax = kind in SOFTMAX_DEFAULT
-    fp32 = kind in FP32_GATES or config.get("router_fp32", False)
+    fp32 = kind in FP32_GATES or config.get("router_fp32") is True
     return Problem(
         experts=config["n_routed_experts"],
         hidden=config["hidden_size"],
         topk=config["num_experts_per_tok"],
         score=config.get("scoring_func") or ("softmax" if softmax else "sigmoid"),
-        bias=config["topk_method"] == "noaux_tc" if "topk_method" in config else not softmax,
+        bias=not softmax if config.get("topk_method") is None else config["topk_method"] == "noaux_tc",
         groups=config.get("n_group") or 1,
         groups_kept=config.get("topk_group") or 1,
         renormalize=bool(config.get("norm_topk_prob", True)),

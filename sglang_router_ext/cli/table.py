@@ -128,7 +128,7 @@ def explain(
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
     found = explain_rows(problem, where, ours, asked, counts, unavailable)
     if as_json:
-        print_json({"problem": problem, "gpu": where, "backend": backend, "gate": asked, "rows": found})
+        print_json({"problem": problem, "gpu": where, "backend": backend, "gate": asked, "note": note, "rows": found})
         return
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
@@ -152,8 +152,10 @@ def explain(
     for design in DESIGNS:
         texts: dict[str, list[str]] = {}
         for entry in found:
-            if design.name in entry.choice.losers:
-                texts.setdefault("; ".join(entry.choice.losers[design.name]), []).append(str(entry.rows))
+            if design.name in ("host", entry.choice.gate, entry.choice.selection):
+                continue
+            why = entry.choice.losers.get(design.name) or [f"{backend} is no backend of ours"]
+            texts.setdefault("; ".join(why), []).append(str(entry.rows))
         for text, where_rows in texts.items():
             losers.add_row(design.name, ", ".join(where_rows), text)
     if losers.row_count:

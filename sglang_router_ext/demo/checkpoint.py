@@ -178,8 +178,15 @@ def _identity(size: Size) -> str:
 
 
 def bytes_of(model: dict) -> int:
-    """Size of the checkpoint; exact but for the biases."""
-    return sum(2 * math.prod(spec.shape) for shard in shards(model) for spec in shard)
+    """Size of the weights; exact but for biases and scales."""
+    fp8 = "quantization_config" in model
+    specs = (spec for shard in shards(model) for spec in shard)
+    return sum((1 if fp8 and multiplies(spec.name) else 2) * math.prod(spec.shape) for spec in specs)
+
+
+def multiplies(name: str) -> bool:
+    """Whether the tensor is the weight of a linear layer or of experts, and so in FP8 where a model is."""
+    return name.removesuffix(".weight").endswith(("_proj", "_with_mqa"))
 
 
 def write(size: Size, path: pathlib.Path, say: Callable[[str], None] = print) -> pathlib.Path:

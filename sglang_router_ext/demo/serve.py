@@ -157,7 +157,7 @@ def run(
     model = checkpoint.config(size)
     free, _total = torch.cuda.mem_get_info()
     need = engine_bytes(model)
-    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size}")
+    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
     with _folder(keep) as work:
         if in_memory:
             path = work / "model"

@@ -35,7 +35,7 @@ def in_fp8(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
             prefix = name.rpartition(".")[0]
             parts = {f"{prefix}.{i}.{kind}.weight": one for kind, some in matrices.items() for i, one in enumerate(some)}
         for part, weight in parts.items():
-            if not part.removesuffix(".weight").endswith(("_proj", "_with_mqa")):
+            if not checkpoint.multiplies(part):
                 yield part, weight
                 continue
             values, scale = checkpoint.quantised(weight)

@@ -205,7 +205,20 @@ def test_options_of_a_served_demo_want_a_gpu(option: str) -> None:
     assert f"error: {option.strip('-').partition('=')[0]}: got no CUDA GPU" in result.output
 
 
+def test_nothing_of_ours_runs_under_a_stock_backend_and_all_of_it_has_a_reason() -> None:
+    shown = call("explain", "--model", "glm-5.3-flash", "--gpu", "h200", "--moe-runner-backend", "triton").output
+    assert shown.count("triton is no backend of ours") >= len(DESIGNS) - 1
+
+
+@pytest.mark.parametrize("field", ["router_fp32", "topk_method", "model_type"])
+def test_a_field_that_is_null_is_absent(field: str) -> None:
+    without = {name: value for name, value in DEEPSEEK.items() if name != field}
+    assert from_config({**DEEPSEEK, field: None}) == from_config(without)
+
+
 def test_a_case_that_stands_for_a_model_says_what_that_has() -> None:
+    assert "sqrt-softplus" in call_json("explain", "--model", "deepseek-v4.1-flash", "--gpu", "h200")["note"]
+    assert "sqrt-softplus" in call("bench", "--recorded", "h200", "--case", "deepseek-v4.1-flash").output
     assert (
         "sqrt-softplus scores, which no selection of ours takes"
         in call("explain", "--model", "deepseek-v4.1-flash", "--gpu", "h200").output

@@ -272,16 +272,16 @@ if "rounded" in sys.argv:
         return moe
     calls = []
     cpu.build_layer = lambda model, layer: (wrong if not calls.append(layer) and len(calls) == 1 else build)(model, layer)
-report = cpu.run(checkpoint.Size(layers=2), "router_ext_pair", lambda text: None)
+report = cpu.run(checkpoint.Size(layers=2), sys.argv[-1], lambda text: None)
 import msgspec
 print(msgspec.json.encode(report).decode())
 print(report.agrees)
 """
 
 
-def cpu_demo(*arguments: str) -> tuple[cpu.CpuReport, bool]:
+def cpu_demo(*arguments: str, backend: str = "router_ext_pair") -> tuple[cpu.CpuReport, bool]:
     """In a process of its own: it publishes a configuration of SGLang and places hooks."""
-    command = [sys.executable, "-c", CPU_DEMO, *arguments]
+    command = [sys.executable, "-c", CPU_DEMO, *arguments, backend]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     body, agrees = done.stdout.splitlines()[-2:]
@@ -292,6 +292,20 @@ def shown(report: cpu.CpuReport) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     show.show(report, console)
     return console.export_text()
+
+
+def test_the_cpu_demo_of_measured_designs_agrees() -> None:
+    """Above 16 rows the gate is SGLang's then, which rounds its logits on a CPU."""
+    report, agrees = cpu_demo(backend="router_ext")
+    assert agrees
+    assert report.backend == "router_ext"
+    assert "gate: host" not in "; ".join(report.paths)
+    assert any(path.startswith("selection: reference:warp_select") for path in report.paths)
+
+
+def test_fp8_weights_are_counted_as_such() -> None:
+    wide, narrow = (checkpoint.bytes_of(checkpoint.config(Size(8, 128, fp8=fp8))) for fp8 in (False, True))
+    assert 0.5 < narrow / wide < 0.52
 
 
 def test_the_cpu_demo_agrees() -> None:

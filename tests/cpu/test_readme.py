@@ -179,13 +179,13 @@ def test_checks_and_served_steps_are_listed() -> None:
         **line,
         "time": "2027-01-01T00:00:00Z",
         "moe_intermediate": 128,
-        "experts": "fp8",
+        "experts": "bf16",
         "served": {"stock": engine, "router_ext_pair": engine},
     }
     judged = [{"what": w, "equal": 90, "sequences": 96, "against": a} for w, a in (("a", []), ("b", ["x"]), ("c", []))]
     told = readme.results([newer, decode(msgspec.json.encode({**sized, "tokens": judged}))])
     assert told.count("The router in decode steps") == 1  # the record of before said nothing of the experts' size
-    assert "fp8 experts of 128" in told
+    assert "bf16 experts of 128" in told
     assert "Greedy tokens, differences are near-ties: a: 90 of 96 sequences equal; c: 90 of 96" in told
     judged[0]["against"] = ["wrong"]
     assert "Greedy tokens, NOT equal" in readme.results([decode(msgspec.json.encode({**sized, "tokens": judged}))])

@@ -218,3 +218,12 @@ def test_a_write_that_fails_leaves_no_draft(tmp_path: pathlib.Path, monkeypatch:
     with pytest.raises(OSError, match="No space"):
         record.write([bench()], tmp_path)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_link_to_records_stays_one(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "h200.jsonl"
+    link.symlink_to(tmp_path / "there/h200.jsonl")
+    record.write([bench()], tmp_path)
+    assert link.is_symlink()
+    assert len(record.read(link)) == 1
