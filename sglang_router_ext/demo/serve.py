@@ -40,6 +40,10 @@ RESERVE = 8 * 2**30
 """Bytes of GPU memory that an engine may take beside weights and key-value cache: context, CUDA graphs, activations."""
 
 
+Spans = dict[int, tuple[Spread, Spread] | None]
+"""Batch size -> span of a decode step on the GPU, stock's and ours; None where one of them is not found."""
+
+
 class Served(msgspec.Struct, frozen=True):
     """What one engine showed. All of it by batch size."""
 
@@ -82,6 +86,10 @@ class ServeReport(msgspec.Struct, frozen=True):
     seconds: float
 
     @property
+    def spans(self) -> Spans:
+        return spans(self.served, self.backend)
+
+    @property
     def replaced(self) -> bool:
         """The profile shows other router kernels with the plugin than without it, at every batch size."""
         stock, ours = self.served[STOCK].router, self.served[self.backend].router
@@ -90,12 +98,12 @@ class ServeReport(msgspec.Struct, frozen=True):
     @property
     def too_slow(self) -> list[int]:
         """Batch sizes at which a decode step takes so much longer on the GPU that the demo fails."""
-        return [size for size, pair in spans(self.served, self.backend).items() if pair is not None and pace.too_slow(*pair)]
+        return [size for size, pair in self.spans.items() if pair is not None and pace.too_slow(*pair)]
 
     @property
     def timed(self) -> bool:
         """The profiles show decode steps of both engines, at every batch size."""
-        return all(spans(self.served, self.backend).values())
+        return all(self.spans.values())
 
     @property
     def right(self) -> bool:
@@ -113,8 +121,7 @@ def _kernels(time: RouterTime | None) -> list[str]:
     return [] if time is None else time.kernels
 
 
-def spans(served: dict[str, Served], backend: str) -> dict[int, tuple[Spread, Spread] | None]:
-    """Batch size -> span of a decode step on the GPU, stock's and ours; None where one of them is not found."""
+def spans(served: dict[str, Served], backend: str) -> Spans:
     stock, ours = served[STOCK].gpu, served[backend].gpu
     pairs = ((size, stock[size], ours[size]) for size in stock)
     return {size: (one.span_us, other.span_us) if one and other else None for size, one, other in pairs}

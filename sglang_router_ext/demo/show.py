@@ -8,7 +8,7 @@ from rich.table import Table
 from sglang_router_ext.demo import pace
 from sglang_router_ext.demo.cpu import CpuReport
 from sglang_router_ext.demo.pace import Spread
-from sglang_router_ext.demo.serve import STOCK, Judged, ServeReport, spans
+from sglang_router_ext.demo.serve import STOCK, Judged, ServeReport
 from sglang_router_ext.demo.trace import RouterTime, StepTime
 
 SHOWN = 4
@@ -107,11 +107,7 @@ def _show_clock(report: ServeReport, console: Console) -> None:
         console.print(
             "The GPU's memory does not hold both engines, so what drifted between their runs is part of the difference."
         )
-    shares = [
-        pair[0].median / 1000 / stock[size].median
-        for size, pair in spans(report.served, report.backend).items()
-        if pair is not None
-    ]
+    shares = [pair[0].median / 1000 / stock[size].median for size, pair in report.spans.items() if pair is not None]
     if shares and max(shares) < 1:  # under the profiler a step may take longer than without
         console.print(
             f"In stock, a step's span on the GPU (below) is {min(shares):.0%} to {max(shares):.0%} of its time by the clock;"
@@ -121,12 +117,12 @@ def _show_clock(report: ServeReport, console: Console) -> None:
 
 def _show_gpu(report: ServeReport, console: Console) -> None:
     stock, ours = report.served[STOCK], report.served[report.backend]
-    steps = next((pair[0].count for pair in spans(report.served, report.backend).values() if pair is not None), 0)
+    steps = next((pair[0].count for pair in report.spans.values() if pair is not None), 0)
     table = _numbers(
         f"A decode step on the GPU, under the profiler: first to last kernel, median (p10 to p90) of {steps} steps each",
         *("requests", STOCK, report.backend, "difference", f"busy / sum, {STOCK}", f"busy / sum, {report.backend}"),
     )
-    for size, pair in spans(report.served, report.backend).items():
+    for size, pair in report.spans.items():
         times = stock.gpu[size], ours.gpu[size]
         table.add_row(
             str(size),

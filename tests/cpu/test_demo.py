@@ -108,18 +108,15 @@ def test_too_small_a_disk_is_named(tiny: Size, tmp_path: pathlib.Path, monkeypat
         checkpoint.write(tiny, tmp_path / "model")
 
 
-LOADED_BY_SGLANG = """
-import sys, warnings
+MODEL_ON_THE_CPU = """
+import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.distributed import parallel_state
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.models import deepseek_v2
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
-from sglang_router_ext.demo import weights
+from sglang_router_ext.demo import checkpoint, weights
 from transformers import AutoConfig
 
 folder, store = sys.argv[1:]
@@ -130,7 +127,18 @@ parallel_state.init_distributed_environment(
 parallel_state.initialize_model_parallel()
 deepseek_v2.get_rope_wrapper = lambda *args, **options: torch.nn.Identity()  # on a CPU it wants YaRN; it has no weights
 torch.set_default_dtype(torch.bfloat16)
-model = deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder))
+
+def built(**options):
+    return deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder), **options)
+"""
+"""What a process needs to build SGLang's model without a GPU; what follows it is the test."""
+
+LOADED_BY_SGLANG = """
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
+model = built()
 for parameter in model.parameters():
     parameter.data.fill_(float("nan"))
 
@@ -175,28 +183,10 @@ print("loaded")
 
 
 DRAWN_IN_FP8 = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.quantization.fp8 import Fp8Config
-from sglang.srt.models import deepseek_v2
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import ServerArgs
-from sglang_router_ext.demo import checkpoint, weights
-from transformers import AutoConfig
 
-folder, store = sys.argv[1:]
 config = json.load(open(folder + "/config.json"))
-publish(ServerArgs(model_path="dummy", device="cpu"), role="test", ranks=SpawnRanks(world_rank=0))
-parallel_state.init_distributed_environment(
-    world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}", backend="gloo"
-)
-parallel_state.initialize_model_parallel()
-deepseek_v2.get_rope_wrapper = lambda *args, **options: torch.nn.Identity()  # on a CPU it wants YaRN; it has no weights
-torch.set_default_dtype(torch.bfloat16)
-quantisation = Fp8Config.from_config(config["quantization_config"])
-model = deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder), quant_config=quantisation)
+model = built(quant_config=Fp8Config.from_config(config["quantization_config"]))
 drawn = [(name, parameter) for name, parameter in model.named_parameters() if not name.endswith((".k_scale", ".v_scale"))]
 for _name, parameter in drawn:
     parameter.data.fill_(float("nan"))
@@ -229,14 +219,19 @@ print("drawn")
 """
 
 
+def on_the_cpu(script: str, folder: pathlib.Path, store: pathlib.Path) -> str:
+    """What ``script`` prints behind MODEL_ON_THE_CPU, in a process of its own."""
+    command = [sys.executable, "-c", MODEL_ON_THE_CPU + script, str(folder), str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "not found in params_dict" not in done.stderr
+    return done.stdout
+
+
 def test_sglang_takes_the_fp8_weights(tmp_path: pathlib.Path) -> None:
     shape = {"vocab_size": 32, "hidden_size": 256, "n_routed_experts": 16, "q_lora_rank": 128}
     (tmp_path / "config.json").write_text(json.dumps(checkpoint.config(Size(3, 128, fp8=True)) | shape))
-    command = [sys.executable, "-c", DRAWN_IN_FP8, str(tmp_path), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "drawn" in done.stdout
-    assert "not found in params_dict" not in done.stderr
+    assert "drawn" in on_the_cpu(DRAWN_IN_FP8, tmp_path, tmp_path / "store")
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 200, 64)])
@@ -252,11 +247,7 @@ def test_fp8_blocks_hold_their_largest_weight(shape: tuple[int, ...]) -> None:
 
 def test_sglang_loads_every_tensor(tiny: Size, tmp_path: pathlib.Path) -> None:
     path = checkpoint.write(tiny, tmp_path / "model", lambda _text: None)
-    command = [sys.executable, "-c", LOADED_BY_SGLANG, str(path), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "loaded" in done.stdout
-    assert "not found in params_dict" not in done.stderr
+    assert "loaded" in on_the_cpu(LOADED_BY_SGLANG, path, tmp_path / "store")
 
 
 # --- the half without a GPU
