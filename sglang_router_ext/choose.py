@@ -12,8 +12,12 @@ from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design
 
 
-def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, named: bool = True) -> list[str]:
-    """Every reason why ``design`` does not run; empty: it runs. ``named``: the user asked for it, so no band is needed."""
+def reasons(
+    design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, named: bool = True, plan: bool = True
+) -> list[str]:
+    """Every reason why ``design`` does not run; empty: it runs. ``named``: the user asked for it, so no band is needed.
+    ``plan``: the experts behind it take one.
+    """
     if design.name == "host":
         return []
     found = []
@@ -53,10 +57,12 @@ def reasons(design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, nam
     if not named:
         refuse(design.status != "on", "on trial: runs only where it is named")
         if gpu is not None and design.status == "on":
-            bands = design.bands.get(gpu.name, ())
-            refuse(not bands, f"not measured on {gpu.name}")
-            text = ", ".join(map(str, bands))
-            refuse(bool(bands) and not any(rows in band for band in bands), f"{rows} rows: measured fastest at {text}")
+            without = design.plans and not plan
+            bands = (design.bands_without_plan if without else design.bands).get(gpu.name, ())
+            refuse(gpu.name not in design.bands, f"not measured on {gpu.name}")
+            text = (", ".join(map(str, bands)) or "none") + (" without a plan" if without else "")
+            outside = gpu.name in design.bands and not any(rows in band for band in bands)
+            refuse(outside, f"{rows} rows: measured fastest at {text}")
     return found
 
 
@@ -85,6 +91,7 @@ def choose(
     backend: str | None,
     gate: str = "auto",
     unavailable: dict[str, str] | None = None,
+    plan: bool = True,
 ) -> Choice:
     """The design of each stage at ``rows`` rows: longest stage cover first, then the order of the table; else ``host``.
 
@@ -93,7 +100,7 @@ def choose(
 
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
-    this machine cannot build.
+    this machine cannot build. ``plan``: the experts take the plan of a design that makes one.
     """
     expect(backend is None or backend in BACKENDS, "backend", backend, " | ".join(BACKENDS))
     expect(gate in GATES, "SGLANG_ROUTER_EXT_GATE", gate, " | ".join(GATES))
@@ -102,7 +109,7 @@ def choose(
 
     def runs(design: Design, *, named: bool) -> bool:
         if design.name not in losers:
-            found = reasons(design, problem, rows, gpu, named=named)
+            found = reasons(design, problem, rows, gpu, named=named, plan=plan)
             if unavailable and design.name in unavailable:
                 found.append(unavailable[design.name])
             if not found:

@@ -40,6 +40,10 @@ class Rows(msgspec.Struct, frozen=True):
         return str(self.first) if self.last == self.first else f"{self.first}-{self.last}"
 
 
+PLAN_STAGE = "plan"
+"""Of designs that also write the plan, if they are asked for one."""
+
+
 class Design(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the table."""
 
@@ -59,7 +63,11 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     rows: Rows = Rows(1)
     """Row counts that the code can run."""
     bands: dict[str, tuple[Rows, ...]] = {}
-    """GPU name -> row counts at which a record shows it fastest; only these are chosen without being named."""
+    """GPU name -> row counts at which a record shows it fastest; only these are chosen without being named. Of a design that
+    plans: with its plan, which saves the experts theirs.
+    """
+    bands_without_plan: dict[str, tuple[Rows, ...]] = {}
+    """The same of a design that plans, where the experts ask for no plan."""
     numerics: Numerics
     chain: int = 1
     """The longest chain of fp32 additions behind a logit is hidden / chain + 64 (see agreement.py)."""
@@ -73,6 +81,10 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.status not in ("on", "trial"):
             raise ValueError(f"design {self.name}: status: got {self.status}, allowed: on | trial")
+
+    @property
+    def plans(self) -> bool:
+        return PLAN_STAGE in self.stages
 
     @property
     def compiled(self) -> bool:
@@ -98,8 +110,6 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-PLAN_STAGE = "plan"
-"""Of designs that also write the plan, if they are asked for one."""
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
 _WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)

@@ -18,6 +18,7 @@ from sglang_router_ext.bench.record import (
     FLOOR,
     HOST,
     NOT_RACED,
+    PLANNED,
     ROUTER,
     BenchRecord,
     CheckRecord,
@@ -85,13 +86,16 @@ def settings() -> str:
 
 
 def results(records: Sequence[Record] | None = None) -> str:
-    """Cold times of whole routers, one table a GPU and case. ``records`` None: those of the package."""
+    """Cold times of whole routers, alone and with the plan, by GPU and case. ``records`` None: those of the package."""
     listed = read_all() if records is None else records
-    times = [r for r in listed if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in (ROUTER, "floor")]
+    shown = (ROUTER, PLANNED, "floor")
+    times = [r for r in listed if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in shown]
     order = [*CASES, *sorted({record.case for record in times} - CASES.keys())]
     parts = [
-        _results_of([record for record in times if (record.gpu, record.case) == key])
+        _results_of([record for record in times if (record.gpu, record.case) == key], stages)
         for key in sorted({(record.gpu, record.case) for record in times}, key=lambda key: (key[0], order.index(key[1])))
+        for stages in (ROUTER, PLANNED)
+        if any((record.gpu, record.case, record.stages) == (*key, stages) for record in times)
     ]
     lines = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == SERVED]
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -106,22 +110,25 @@ def results(records: Sequence[Record] | None = None) -> str:
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 
 
-def _results_of(times: Sequence[BenchRecord]) -> str:
-    first, lines, notes = times[0], [], []
-    for rows in sorted({record.rows for record in times}):
+def _results_of(times: Sequence[BenchRecord], stages: str) -> str:
+    first, lines, notes, planned = times[0], [], [], stages == PLANNED
+    times = [record for record in times if record.stages in (stages, "floor")]
+    for rows in sorted({record.rows for record in times if record.stages == stages}):
         here = [record for record in times if record.rows == rows]
         ours = _fastest(record for record in here if is_ours(record))
-        peer = _fastest(record for record in here if not is_ours(record) and record.stages == ROUTER)
-        host = _fastest(record for record in here if record.design == HOST[ROUTER])
+        peer = _fastest(record for record in here if not is_ours(record) and record.stages == stages)
+        host = _fastest(record for record in here if record.design == HOST[stages])
         floor = _fastest(record for record in here if record.design == FLOOR)
         gain = f"{host.median_us / ours.median_us:.2f}x" if host and ours else "-"
-        lines.append((str(rows), _time(floor), _time(host), _named(peer), _named(ours), gain))
+        kernels = [f", {one.kernels} kernel{'s' * (one.kernels > 1)}" if planned and one else "" for one in (host, peer, ours)]
+        texts = (_time(host), _named(peer), _named(ours))
+        lines.append((str(rows), _time(floor), *map("".join, zip(texts, kernels, strict=True)), gain))
     if any(is_ours(record) and is_stale(record) for record in times):
         notes.append("* measured with older sources of the design.")
     runs = ", ".join(f"{run} ({time[:10]})" for run, time in dict.fromkeys((record.run, record.time) for record in times))
     what = CASES[first.case].what if first.case in CASES else ""
     shape = f"{first.experts} experts, hidden {first.hidden}, top-{first.topk}{what and f', {what}'}"
-    title = f"**{first.case}** on {first.gpu}: {shape}; median"
+    title = f"**{first.case}** on {first.gpu}{', with the plan of the experts' * planned}: {shape}; median"
     header = ("rows", "reading the weight", "SGLang", "fastest peer", "fastest of ours", "SGLang / ours")
     versions = "; ".join(dict.fromkeys(_versions(record) for record in times))
     text = f"{title} microseconds with a cold cache; {versions}; runs {runs}.\n\n{table(header, lines)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_router_ext.choose import Choice, choose
 from sglang_router_ext.contract import Gpu, PlanForm, Problem
-from sglang_router_ext.designs import PLAN_STAGE, TABLE
+from sglang_router_ext.designs import TABLE
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,22 @@ def launcher(name: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    problem: Problem, gpu: Gpu | None, backend: str | None, gate: str, unavailable: tuple[tuple[str, str], ...], rows: int
+    problem: Problem,
+    gpu: Gpu | None,
+    backend: str | None,
+    gate: str,
+    unavailable: tuple[tuple[str, str], ...],
+    rows: int,
+    plan: bool,
 ) -> Choice:
     """Shared by the layers of a model, whose questions are the same; bounded, because prefills come in all row counts."""
-    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable))
+    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable), plan=plan)
 
 
 class Route:
-    """One layer's router on one GPU. The choice depends on nothing but the row count, so ranks and graph captures agree."""
+    """One layer's router on one GPU. The choice depends on nothing but the row count and whether its experts take a plan, so
+    ranks and graph captures agree.
+    """
 
     def __init__(
         self,
@@ -59,14 +67,16 @@ class Route:
         self.problem = problem
         self._choose = functools.partial(_choose, problem, gpu, backend, gate, tuple(sorted((unavailable or {}).items())))
 
-    def choice(self, rows: int) -> Choice:
-        """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch."""
-        return self._choose(rows)
+    def choice(self, rows: int, *, plan: bool = True) -> Choice:
+        """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch. ``plan``: the
+        experts take the plan of a design that makes one.
+        """
+        return self._choose(rows, plan)
 
-    def plans(self, rows: int) -> bool:
+    def plans(self, rows: int, *, plan: bool = True) -> bool:
         """Whether the design at ``rows`` rows can make a plan."""
-        fused = self.choice(rows).fused
-        return fused is not None and PLAN_STAGE in TABLE[fused].stages
+        fused = self.choice(rows, plan=plan).fused
+        return fused is not None and TABLE[fused].plans
 
     def __call__(
         self,
@@ -83,9 +93,9 @@ class Route:
 
         Raises :class:`~sglang_router_ext.contract.ContractError` for arguments outside the contract, before any launch.
         """
-        choice = self.choice(len(hidden))
+        choice = self.choice(len(hidden), plan=form is not None)
         if choice.fused:
-            planned = {"form": form} if self.plans(len(hidden)) else {}
+            planned = {"form": form} if TABLE[choice.fused].plans else {}
             return Routed(
                 *launcher(choice.fused)(
                     self.problem, hidden, weight, bias, num_token_non_padded=num_token_non_padded, **planned
@@ -102,7 +112,7 @@ class Route:
         self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The selection alone, for logits [rows, experts] fp32 that the host made: (ids, weights), or (None, None)."""
-        selection = self.choice(len(logits)).selection
+        selection = self.choice(len(logits), plan=False).selection
         if "gate" in TABLE[selection].stages:  # host, or a fused design that wants the hidden states
             return None, None
         return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded)

@@ -19,14 +19,15 @@ import torch
 from sglang_router_ext.agreement import Result, compare
 from sglang_router_ext.bench.clock import capture, poison
 from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of
-from sglang_router_ext.bench.launch import launch, run_at_once, truth
+from sglang_router_ext.bench.launch import ALIGNED, launch, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import ContractError, Gpu, PlanForm, Problem
-from sglang_router_ext.designs import PLAN_STAGE, Design
+from sglang_router_ext.designs import Design
 from sglang_router_ext.reference import Truth
 
 CHECKS_BETWEEN_FREES = 50
+TILES = PlanForm(kind="tiles", block=8)
 FIELDS = ("logits", "ids", "weights")
 """Of a :class:`Result`, those that one row has for itself."""
 
@@ -35,7 +36,7 @@ def plan_forms(problem: Problem, rows: int) -> list[PlanForm | None]:
     """No plan, and plans of other forms than the usual one; which, goes with the row count, so that all come up."""
     half = max(1, problem.experts // 2)
     forms = [
-        PlanForm(kind="tiles", block=8),
+        TILES,
         PlanForm(kind="aligned", block=48, counts_elsewhere=True),
         PlanForm(kind="tiles", block=128, first_local=problem.experts - half, locals=half),
         PlanForm(kind="aligned", block=8, first_local=0, locals=half, counts_elsewhere=True),
@@ -82,7 +83,7 @@ def examine(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> li
         first = launch(design, problem, inputs)
         second = launch(design, problem, inputs)
         found = compare(first, want, problem, design)
-        for form in plan_forms(problem, len(inputs.hidden)) if PLAN_STAGE in design.stages else ():
+        for form in plan_forms(problem, len(inputs.hidden)) if design.plans else ():
             again = launch(design, problem, inputs, form)
             found += [f"{form}: {line}" for line in (*compare(again, want, problem, design), *_differences(first, again))]
         found += [f"not repeatable: {line}" for line in _differences(first, second)]
@@ -213,12 +214,13 @@ def build_ahead(
                 shape = (check.problem.experts, check.problem.hidden if "gate" in design.stages else 0)
                 kind = check.kind if KINDS[check.kind].concerns(design.stages) else "random"
                 one = msgspec.structs.replace(check, rows=1, kind=kind)
-                jobs[design.name, shape, kind] = functools.partial(_launch_once, design, one, device)
+                for form in (None, ALIGNED, TILES) if design.plans else (None,):
+                    jobs[design.name, shape, kind, form] = functools.partial(_launch_once, design, one, device, form)
     run_at_once(list(jobs.values()), say)
 
 
-def _launch_once(design: Design, check: Check, device: torch.device | str) -> None:
-    launch(design, check.problem, inputs_of(check, device=device))
+def _launch_once(design: Design, check: Check, device: torch.device | str, form: PlanForm | None) -> None:
+    launch(design, check.problem, inputs_of(check, device=device), form)
 
 
 class BadInput(NamedTuple):

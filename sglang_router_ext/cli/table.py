@@ -71,16 +71,24 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain_rows(
-    problem: Problem, gpu: Gpu | None, backend: str | None, gate: str, rows: list[int] | None, unavailable: dict[str, str]
+    problem: Problem,
+    gpu: Gpu | None,
+    backend: str | None,
+    gate: str,
+    rows: list[int] | None,
+    unavailable: dict[str, str],
+    *,
+    plan: bool = True,
 ) -> list[Explanation]:
     """The choice at each of ``rows``, or at every range of row counts in which it is the same."""
 
     def at(count: int) -> Choice:
-        return choose(problem, count, gpu, backend=backend, gate=gate, unavailable=unavailable)
+        return choose(problem, count, gpu, backend=backend, gate=gate, unavailable=unavailable, plan=plan)
 
     if rows is not None:
         return [Explanation(Rows(count, count), at(count)) for count in rows]
-    spans = [span for design in DESIGNS for span in (design.rows, *(s for band in design.bands.values() for s in band))]
+    bands = [band for design in DESIGNS for band in (*design.bands.values(), *design.bands_without_plan.values())]
+    spans = [*(design.rows for design in DESIGNS), *(span for band in bands for span in band)]
     edges = {1} | {span.first for span in spans} | {span.last + 1 for span in spans if span.last is not None}
     starts = sorted(edges)
     found: list[Explanation] = []
@@ -112,6 +120,7 @@ def explain(
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="as for SGLang; stock ones too")] = "router_ext",
     gate: Annotated[str | None, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = None,
     rows: Annotated[str | None, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = None,
+    plan: Annotated[bool, typer.Option(help="whether the experts take a plan that comes with the ids, as Triton's do")] = True,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
@@ -126,9 +135,11 @@ def explain(
     counts = None if rows is None else parse_rows(rows)
     listed = 0 if counts is None else len(counts)
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
-    found = explain_rows(problem, where, ours, asked, counts, unavailable)
+    found = explain_rows(problem, where, ours, asked, counts, unavailable, plan=plan)
     if as_json:
-        print_json({"problem": problem, "gpu": where, "backend": backend, "gate": asked, "note": note, "rows": found})
+        print_json(
+            {"problem": problem, "gpu": where, "backend": backend, "gate": asked, "plan": plan, "note": note, "rows": found}
+        )
         return
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"

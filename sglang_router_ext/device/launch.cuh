@@ -16,6 +16,19 @@ inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 using tvm::ffi::TensorView;
 
+// Keeps a value in its register: the compiler would work it out again from the parameters, in a loop that polls or behind a
+// barrier.
+__device__ __forceinline__ void pin(int32_t& value) {
+  asm volatile("" : "+r"(value));
+}
+__device__ __forceinline__ void pin(uint32_t& value) {
+  asm volatile("" : "+r"(value));
+}
+template <typename T>
+__device__ __forceinline__ void pin(T*& value) {
+  asm volatile("" : "+l"(value));
+}
+
 // Waits until every grid that this one was launched after has completed and its memory is visible. Per thread.
 __device__ __forceinline__ void wait_for_producer() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -52,6 +65,13 @@ __device__ __forceinline__ uint4 load_shared_by_grids(const void* address) {
   return value;
 }
 
+// One such word.
+__device__ __forceinline__ uint32_t load_word_shared_by_grids(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Stores under a predicate. Into a branch the compiler would move all that only the store needs, where it comes late.
 template <typename T>
 __device__ __forceinline__ void store_if(bool condition, T* address, T value) {
@@ -73,6 +93,40 @@ __device__ __forceinline__ void send_word_if(bool condition, T* address, T value
       : "memory");
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier in shared memory that opens when the bytes that are expected of it have come. One thread arrives.
+__device__ __forceinline__ void init_arrival(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes barriers known to the other blocks of the cluster. It waits for all loads before it.
+__device__ __forceinline__ void fence_arrivals() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Until the barrier opens for the first time; the bytes come from other blocks of the cluster.
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier))
+        : "memory");
+  }
+}
+
+inline void check_cuda(const char* what, cudaError_t error) {
+  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << what << ": " << cudaGetErrorString(error);
+}
+
 inline cudaStream_t stream_of(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
 }
@@ -83,14 +137,24 @@ inline int64_t capture_of(int32_t device) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
-  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "capture: " << cudaGetErrorString(error);
+  check_cuda("capture", error);
   return status == cudaStreamCaptureStatusActive ? static_cast<int64_t>(id) : 0;
 }
 
-// Launches `kernel` with the PDL attribute, in clusters of (1, cluster, 1) blocks; raises RuntimeError with CUDA's own text.
+// Launches `kernel` with the PDL attribute, in clusters of (1, cluster, 1) blocks, with `shared` bytes of dynamic shared
+// memory; raises RuntimeError with CUDA's own text.
 template <typename... Formal, typename... Actual>
 inline void launch(
-    void (*kernel)(Formal...), dim3 grid, dim3 block, unsigned cluster, cudaStream_t stream, Actual... arguments) {
+    void (*kernel)(Formal...),
+    dim3 grid,
+    dim3 block,
+    unsigned cluster,
+    size_t shared,
+    cudaStream_t stream,
+    Actual... arguments) {
+  if (shared > 48 * 1024) {
+    check_cuda("shared memory", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  }
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -101,11 +165,11 @@ inline void launch(
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = cluster > 1 ? 2 : 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "launch: " << cudaGetErrorString(error);
+  check_cuda("launch", cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace rx

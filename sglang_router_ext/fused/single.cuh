@@ -5,7 +5,12 @@
 //
 // Producers wait for nobody and consumers for producers alone, planners for consumers; so a launch ends if every consumer has a
 // place on the GPU, which they have while those of all launches at a time are fewer than its multiprocessors.
-//   shared      a producer's GateMemory or a consumer's ConsumerMemory, in the same place
+//   shared      SingleMemory
+//
+// What lost, in microseconds for 288 x 4096 with a cold cache: warps without a row that went through the instructions ahead (no
+// gain; all warps: +1.4); blocks of 30 warps, so that one consumer has up to 10 rows and tells nobody (+0.3 for 6 rows); the
+// gate's operands brought by the copy engine (+0.2 for 96 rows, where the L2 sets the pace); one reader for a row's plan words
+// instead of one for each (+0.3); the weights before the plan (+0.2).
 #pragma once
 
 #include <algorithm>
@@ -19,7 +24,14 @@ namespace rx {
 template <int kTeams, int kTeam, int kTopk, int kExperts, PlanFormat kFormat>
 struct alignas(16) ConsumerMemory {
   RowMemory<kTeam, kTopk> rows[kTeams];
-  PlanMemory<kFormat == PlanFormat::kNone ? 1 : kExperts> plan;
+  PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
+};
+
+// Of a block, which is one or the other.
+template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
+union SingleMemory {
+  GateMemory<kWarps, kTiles, kCount, false> producer;
+  ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
 struct SingleParams {
@@ -31,13 +43,13 @@ struct SingleParams {
   bool consumers_first;
 };
 
-// Consumer number `block`: a row for each of its first teams, then the plan.
+// Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
 template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& memory, int block) {
-  constexpr int kTeams = kWarps / kTeam, kThreads = kWarps * kWarp;
+  constexpr int kTeams = kWarps / kTeam, kThreads = kWarps * kWarp, kWords = kIdWords<kTopk>;
   constexpr bool kPlan = kFormat != PlanFormat::kNone;
-  const PlanParams& plan = params.plan;
-  const bool plans = kPlan && block < plan.planners;
+  const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
+  const bool lone = kFormat == PlanFormat::kAligned && plan.rows == 1, plans = kPlan && !lone && block < plan.planners;
   if (plans) {
     clear_plan<kThreads>(memory.plan);
     __syncthreads();
@@ -45,26 +57,48 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, team = warp / kTeam;
   const int first_row = block * params.rows_each, past_row = min(first_row + params.rows_each, params.select.rows);
   const int row = first_row + team;
-  if (team < kTeams && row < past_row) {
+  if (params.select.rows > 16) {
+    // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
+    wait_for_producer();
+    __nanosleep(1000);
+  }
+  const bool has_row = team < kTeams && row < past_row;
+  if (has_row) {
     auto& own = memory.rows[team];
-    const bool padded =
-        select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane);
-    if (kPlan && warp % kTeam == 0) {
-      if (plans && lane < plan.slots) {
+    auto plan_row = [&](bool padded) {
+      if (warp % kTeam != kTeam - 1) return;
+      if (lone) return write_lone_row<kTopk>(plan, own.id, padded, lane);
+      if (plans && lane < plan.slots.value) {
         const int id = lane < plan.topk ? own.id[lane % kTopk] : plan.experts + lane - plan.topk;
         add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
       }
       tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
+    };
+    auto select = [&](auto settled) {
+      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
+    };
+    if constexpr (kPlan) {
+      select(plan_row);
+    } else {
+      select(Nothing{});
     }
   }
   if constexpr (kPlan) {
-    if (!plans) return;
-    wait_for_producer();  // also the warps without a row
-    for (int other = threadIdx.x; other < params.select.rows; other += kThreads) {
-      if (other < first_row || other >= past_row) hear_row<kTopk>(plan, memory.plan, other, block);
+    const bool weighs = kTeam > 1 && has_row && warp % kTeam == 0;
+    if (!plans || weighs) return;
+    if (!has_row) wait_for_producer();
+    // The warps without a row come first: they have the time to listen.
+    const int busy = kTeam > 1 ? past_row - first_row : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
+    const Hands hands{kWarp * (kWarps - 1 - warp - (busy - busy_before)) + lane, kWarp * (kWarps - busy)};
+#pragma unroll 1
+    for (int i = hands.thread; i < params.select.rows * kWords; i += hands.threads) {
+      const int other = i / kWords;
+      if (other < first_row || other >= past_row) hear_word<kTopk>(plan, memory.plan, other, i % kWords, block);
     }
-    __syncthreads();
-    write_plan<kFormat, kThreads>(plan, memory.plan, block);
+    hands.sync();
+    count_blocks<kFormat>(plan, memory.plan, block, hands);
+    hands.sync();
+    write_plan<kFormat>(plan, memory.plan, block, hands);
   }
 }
 
@@ -81,22 +115,36 @@ template <
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  using Gate = GateMemory<kWarps, kTiles, kCount, false>;
-  using Consumer = ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat>;
-  __shared__ alignas(16) unsigned char memory[std::max(sizeof(Gate), sizeof(Consumer))];
+  using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
+  extern __shared__ __align__(16) unsigned char memory[];
   const int producers = gridDim.x - params.consumers;
   const int consumer = params.consumers_first ? blockIdx.x : blockIdx.x - producers;
   if (consumer >= 0 && consumer < params.consumers) {
-    consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, reinterpret_cast<Consumer&>(memory), consumer);
+    consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, reinterpret_cast<Memory*>(memory)->consumer, consumer);
   } else {
     const int producer = params.consumers_first ? blockIdx.x - params.consumers : blockIdx.x;
     const int column = producer % params.columns, rest = producer / params.columns;
     gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
-        params.gate, reinterpret_cast<Gate&>(memory), column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
+        params.gate,
+        reinterpret_cast<Memory*>(memory)->producer,
+        column,
+        rest % kSlices,
+        kSlices,
+        rest / kSlices,
+        params.tiles_of_rows);
   }
 }
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, int kSlices, int kGroups, bool kVector, PlanFormat kFormat>
+template <
+    int kWarps,
+    int kTiles,
+    int kDepth,
+    bool kExact,
+    int kSlices,
+    int kManyTiles,
+    int kGroups,
+    bool kVector,
+    PlanFormat kFormat>
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
@@ -144,9 +192,10 @@ struct Single {
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
     const int rows = params.gate.rows;
     PlanParams& plan = params.plan;
-    plan.rows = rows, plan.slots = params.select.slots, plan.topk = params.select.topk, plan.experts = params.gate.experts;
+    plan.rows = rows, plan.topk = params.select.topk, plan.experts = params.gate.experts;
+    plan.slots = Divisor::of(params.select.slots), plan.block = Divisor::of(std::max(1, static_cast<int>(block)));
     plan.first_local = static_cast<int>(first_local), plan.locals = static_cast<int>(locals);
-    plan.block = static_cast<int>(block), plan.planners = static_cast<int>(planners);
+    plan.planners = static_cast<int>(planners);
     plan.ids = static_cast<uint32_t*>(id_words.data_ptr());
     auto tensor = [](TensorView view) { return static_cast<int32_t*>(view.data_ptr()); };
     if constexpr (kFormat == PlanFormat::kAligned) {
@@ -158,22 +207,32 @@ struct Single {
     }
     params.consumers = static_cast<int>(consumers);
     params.rows_each = (rows + params.consumers - 1) / params.consumers;
-    params.columns = (params.gate.experts + 8 * kTiles - 1) / (8 * kTiles);
+    const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
+    params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
     params.consumers_first = consumers_first;
-    auto pick = [&]<int kTopk>() {
+    const int producers = params.columns * kSlices * params.tiles_of_rows;
+    auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
+      launch(
+          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
+          dim3(params.consumers + producers),
+          dim3(kWarps * kWarp),
+          1,
+          sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
+          stream_of(hidden),
+          params);
+    };
+    auto go_with = [&]<int kTopk>() {
       switch (row_count(rows)) {
         case RowCount::kEight:
-          return &single_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kEight, kSlices, kGroups, kTopk, kVector, kFormat>;
+          return go.template operator()<kTiles, RowCount::kEight, kTopk>();
         case RowCount::kSixteen:
-          return &single_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kSixteen, kSlices, kGroups, kTopk, kVector, kFormat>;
+          return go.template operator()<kTiles, RowCount::kSixteen, kTopk>();
         default:
-          return &single_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kMany, kSlices, kGroups, kTopk, kVector, kFormat>;
+          return go.template operator()<kManyTiles, RowCount::kMany, kTopk>();
       }
     };
-    auto* kernel = topk <= 8 ? pick.template operator()<8>() : pick.template operator()<32>();
-    const int producers = params.columns * kSlices * params.tiles_of_rows;
-    launch(kernel, dim3(params.consumers + producers), dim3(kWarps * kWarp), 1, stream_of(hidden), params);
+    topk <= 8 ? go_with.template operator()<8>() : go_with.template operator()<32>();
   }
 };
 

@@ -11,7 +11,7 @@ from sglang_router_ext import build
 from sglang_router_ext.arguments import check_gate, check_selection
 from sglang_router_ext.contract import PLAN_ROWS, PLAN_SLOTS, PlanForm, Problem, expect
 from sglang_router_ext.fused import words
-from sglang_router_ext.gate.small_rows import config
+from sglang_router_ext.gate.small_rows import Config, config
 from sglang_router_ext.selection.warp_select import groups, outputs, scalars, template, vectorised
 
 HEADER = "fused/single.cuh"
@@ -21,8 +21,8 @@ NAMES = {
     "tiles": ("slot_to_place", "place_to_row", "tile_experts", "tile_ends", "tiles", "places", "counts"),
 }
 """Tensors of a plan, in the kernel's order."""
-ROWS_EACH = 4
-"""Rows of a consumer block, where its warps suffice: they share a multiprocessor, but a plan of one consumer is its alone."""
+PLANNERS = 8
+"""At most: a warp tells so many at once."""
 
 
 class Division(NamedTuple):
@@ -34,21 +34,35 @@ class Division(NamedTuple):
     consumers_first: bool
 
 
+def many_tiles(split: Config) -> int:
+    """``tiles`` of a launch with more than 16 rows: of two operands of equal size the fewest bytes are read, and what a
+    multiprocessor reads from the L2 is what such a launch takes its time for. Registers set the limit.
+    """
+    if not split.exact or split.depth > 2:
+        return split.tiles
+    return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
+
+
 @functools.cache
 def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
+    """Measured on an H200. Up to 4 rows fit one consumer, whose plan needs no word to anybody; more rows are selected faster
+    where they do not share a multiprocessor, as long as there are enough of those.
+    """
     split, tiles = config(experts, hidden), -(-rows // 16)
-    each = max(1, min(ROWS_EACH, split.warps // groups(experts)))
+    each = min(split.warps // groups(experts), rows if rows <= 4 else 2 if rows <= 48 else 4)
     consumers = -(-rows // each)
-    producers = -(-experts // (8 * split.tiles)) * split.slices
-    shares = max(1, min(tiles, (processors - consumers) // producers))
-    planners = min(consumers, max(1, rows // 16))
+    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split)))) * split.slices
+    at_once = -(-tiles // max(1, processors // producers))
+    shares = -(-tiles // at_once)
+    planners = min(consumers, max(1, rows // 4), PLANNERS)
     return Division(consumers, planners, shares, producers * shares + consumers <= processors)
 
 
 def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
     """The C++ instance that serves a shape and a format."""
     split = config(experts, hidden)
-    return f"Single<{split.template}, {split.slices}, {template(experts, vector)}, ::rx::PlanFormat::{FORMATS[kind]}>"
+    shape = f"{split.template}, {split.slices}, {many_tiles(split)}, {template(experts, vector)}"
+    return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
 def most_blocks(slots: int, local: int, block: int) -> int:

@@ -44,6 +44,13 @@ class Pool:
         return mine[:count]
 
 
+def reserve(device: torch.device) -> None:
+    """Set words aside before any capture, so that the first launch may be inside one. Does nothing the second time."""
+    pool = _pools.setdefault(device, Pool())
+    if not torch.cuda.is_current_stream_capturing():
+        pool.take(device, ("stream", torch.cuda.current_stream(device).cuda_stream), ALIGN)
+
+
 _pools: dict[torch.device, Pool] = {}
 
 

@@ -4,7 +4,7 @@
 // With more than 16 rows it keeps its weights in registers and goes through the rows, 16 at a time; of each row it reads its
 // slice only, and the next 16 are on their way while these are added up.
 //   registers   each lane holds 16-byte pieces of 8 experts and of the rows; nothing of the operands goes through shared memory
-//   shared      [kWarps][8 or 16][8 * kTiles] fp32: one partial tile per warp, added up by up to four lanes per logit
+//   shared      GateMemory: one partial tile per warp, added up by up to four lanes per logit
 //   cluster     (kCluster) the slices of a tile are one cluster; slices 1.. send their sums to slice 0 with st.async
 // The order of additions depends on (experts, hidden) alone, so a row's logits are bitwise the same in every batch.
 //
@@ -32,10 +32,6 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // How many rows a launch has: the operand of an mma is half empty, full, or there are several.
 enum class RowCount { kEight, kSixteen, kMany };
 
@@ -47,11 +43,11 @@ inline RowCount row_count(int rows) {
 template <int kWarps, int kTiles, RowCount kCount, bool kCluster>
 struct alignas(16) GateMemory {
   static constexpr int kLogits = (kCount == RowCount::kEight ? 8 : 16) * 8 * kTiles;
-  // Two, where they fit: the next rows are written while these are read, and one barrier a tile is enough.
-  static constexpr int kBuffers = kCount == RowCount::kMany && 2 * kWarps * (kLogits + 8) * 4 <= 40 * 1024 ? 2 : 1;
+  // Two, so that the next rows' are written while these are read, and one barrier a tile of rows is enough.
+  static constexpr int kBuffers = kCount == RowCount::kMany ? 2 : 1;
   float partial[kBuffers][kWarps][kLogits + 8];  // 8: the lanes of a logit read from different banks
   float arrived[kCluster ? 8 : 1][kLogits];
-  alignas(8) uint64_t barrier;
+  uint64_t barrier;
 };
 
 // One block's part: the columns [8 * kTiles * columns, ..) and the slice `slice`; with kMany the 16 rows number `first`, and
@@ -131,9 +127,9 @@ __device__ __forceinline__ void gate_block(
   if constexpr (kCluster) {
     if (slice == 0 && threadIdx.x == 0) {
       const uint32_t bytes = (slices - 1) * params.rows * kExperts * sizeof(float);
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barrier)));
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes));
+      init_arrival(&barrier);
+      fence_arrivals();
+      expect_bytes(&barrier, bytes);
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
@@ -154,7 +150,8 @@ __device__ __forceinline__ void gate_block(
   };
   load_rows(0);
 #pragma unroll 1
-  for (int tile_of_rows = first, buffer = 0;; tile_of_rows += step, buffer ^= kBuffers - 1) {
+  for (int n = 0;; ++n) {
+    const int tile_of_rows = first + n * step, buffer = n % kBuffers;
     float sum[kTiles][2][4] = {};
     auto multiply = [&] {
 #pragma unroll
@@ -227,14 +224,7 @@ __device__ __forceinline__ void gate_block(
                        : "memory");
           return;
         }
-        uint32_t done = 0;
-        while (!done) {
-          asm volatile(
-              "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
-              : "=r"(done)
-              : "r"(shared_address(&barrier))
-              : "memory");
-        }
+        wait_for_bytes(&barrier);
         for (int s = 1; s < slices; ++s) total += arrived[s][logit];
       }
       const int expert = first_expert + logit % kExperts;
@@ -246,7 +236,6 @@ __device__ __forceinline__ void gate_block(
       }
     }
     if (!more) return;
-    if constexpr (kBuffers == 1) __syncthreads();
   }
 }
 
@@ -256,23 +245,13 @@ __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid
   gate_block<kWarps, kTiles, kDepth, kExact, kCount, kCluster>(params, memory, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
-// Launches the kernel for `rows` rows; the template follows from the shape (see small_rows.py) and the row count.
+// Launches the kernel for 1 to 16 rows; the template follows from the shape (see small_rows.py) and the row count.
 template <int kWarps, int kTiles, int kDepth, bool kExact, bool kCluster>
 inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStream_t stream) {
   const dim3 grid((params.experts + 8 * kTiles - 1) / (8 * kTiles), slices);
-  auto pick = [&] {
-    switch (row_count(params.rows)) {
-      case RowCount::kEight:
-        return &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kEight, kCluster>;
-      case RowCount::kSixteen:
-        return &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kSixteen, kCluster>;
-      default:
-        return &small_rows_kernel < kWarps, kTiles, kDepth, kExact, kCluster ? RowCount::kSixteen : RowCount::kMany,
-               kCluster > ;
-    }
-  };
-  auto* kernel = pick();
-  launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, stream, params);
+  auto* kernel = params.rows <= 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kEight, kCluster>
+                                  : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kSixteen, kCluster>;
+  launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, 0, stream, params);
 }
 
 // What both entry points fill in alike; the caller adds the output and its strides.

@@ -36,14 +36,14 @@ class Blocks(NamedTuple):
     forms: Forms
     design: str
     form: PlanForm | None
-    plan: dict[str, torch.Tensor]
+    plan: dict[str, torch.Tensor] | None  # None, {}: none yet
     version: int  # version counter of the ids when they were made
 
 
-def carry(ids: torch.Tensor, forms: Forms, design: str, form: PlanForm | None, plan: dict[str, torch.Tensor]) -> None:
-    """Let ``ids`` carry their plan; one that only the form of is missing teaches it."""
+def carry(ids: torch.Tensor, blocks: Blocks) -> None:
+    """Let ``ids`` carry their plan; where only its form is missing, its experts teach it."""
     if not ids.is_inference():
-        setattr(ids, CARRIED, Blocks(forms, design, form, plan, ids._version))
+        setattr(ids, CARRIED, blocks)
 
 
 def take_blocks(
@@ -71,7 +71,7 @@ def take_blocks(
     if refusal is not None:
         counters.count("plan", HOST, refusal)
         return host()
-    assert carried is not None
+    assert carried is not None and carried.plan is not None
     counters.count("plan", carried.design)
     sorted_token_ids, expert_ids, num_tokens_post_padded = (carried.plan[name] for name in NAMES)
     return sorted_token_ids, expert_ids, num_tokens_post_padded

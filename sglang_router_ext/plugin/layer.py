@@ -24,10 +24,11 @@ import torch
 from sglang_router_ext import settings
 from sglang_router_ext.arguments import VECTOR_BYTES
 from sglang_router_ext.choose import Choice
-from sglang_router_ext.contract import DTYPES, PlanForm, Problem
+from sglang_router_ext.contract import DTYPES, PLAN_ROWS, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
+from sglang_router_ext.fused import words
 from sglang_router_ext.plugin import counters, overlap, preflight
-from sglang_router_ext.plugin.blocks import Forms, carry
+from sglang_router_ext.plugin.blocks import Blocks, Forms, carry
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.route import Route
 
@@ -52,7 +53,7 @@ class Plan(NamedTuple):
     problem: Problem
     bias: torch.Tensor  # [experts] float32, the tensor that the selection read
     version: int  # version counter of the logits when they were made
-    blocks: tuple[Forms, PlanForm | None, dict[str, torch.Tensor]] | None = None  # where a design plans
+    blocks: Blocks | None = None
 
 
 class Kernels:
@@ -64,6 +65,10 @@ class Kernels:
     def refuses(self, hidden: torch.Tensor) -> str | None:
         """Why ``hidden`` cannot be routed here, or None."""
         return None if hidden.is_cuda else "not on a CUDA device"
+
+    def prepare(self, device: torch.device) -> None:
+        """Before the first call of a layer whose routes may plan."""
+        words.reserve(device)
 
     def route(self, problem: Problem, device: torch.device, **options: Any) -> Route:
         """A bound route for one layer; ``options`` as :class:`Route` takes them."""
@@ -114,9 +119,10 @@ class Layer:
         weight: torch.Tensor = gate.weight.detach()  # kernels take no tensors that require gradients
         bias: torch.Tensor | None = None if self.config is None else self.config.correction_bias
         bias = None if bias is None else bias.detach()
-        route, choice = self._bind(weight, bias, hidden)
-        prefix = self.request.executor.prefix
         form = self.forms.get(len(hidden))
+        route = self._bind(weight, bias, hidden)
+        choice = route.choice(len(hidden), plan=form is not None)
+        prefix = self.request.executor.prefix
         logits, ids, weights, plan = route(hidden, weight, bias, form=form)
         if logits is None:
             counters.count("gate", HOST, self._why(choice, "gate", len(hidden)))
@@ -130,8 +136,9 @@ class Layer:
             return hand_over(logits, "inference-mode tensors do not show whether they were changed")
         assert bias is not None  # a design selects with a bias only
         overlap.mark(hidden)
-        blocks = None if plan is None else (self.forms, form, plan)
-        return hand_over(logits, Plan(ids, weights, prefix + choice.selection, route.problem, bias, logits._version, blocks))
+        design = prefix + choice.selection
+        blocks = Blocks(self.forms, design, form, plan, ids._version) if route.plans(len(hidden)) else None
+        return hand_over(logits, Plan(ids, weights, design, route.problem, bias, logits._version, blocks))
 
     def _refuses(self, gate: Any, hidden: torch.Tensor) -> str | None:
         """Why this call is SGLang's whatever the table says, or None."""
@@ -149,7 +156,7 @@ class Layer:
             return f"hidden states or the gate's weight do not start on a {VECTOR_BYTES}-byte boundary"
         return self.request.executor.refuses(hidden)
 
-    def _bind(self, weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor) -> tuple[Route, Choice]:
+    def _bind(self, weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor) -> Route:
         """The route, made at the first call: not before are the weights loaded in their final type and place."""
         key = (hidden.dtype, weight.dtype, tuple(weight.shape), None if bias is None else bias.dtype, hidden.device)
         if self._route is None or key != self._bound:
@@ -162,7 +169,9 @@ class Layer:
                 unavailable=self._elsewhere,
             )
             self._bound = key
-        return self._route, self._route.choice(len(hidden))
+            if any(self._route.plans(rows) for rows in (1, PLAN_ROWS)):
+                self.request.executor.prepare(hidden.device)
+        return self._route
 
     def _why(self, choice: Choice, stage: str, rows: int) -> str:
         """Why ``stage`` stays with SGLang: the first reason of each design that could have done it, without the row count."""
@@ -307,8 +316,7 @@ def take_plan(original: Callable[..., Any], *args: Any, **call: Any) -> tuple[to
     hand_over(logits, "plan refused: taken before")
     counters.count("selection", handed.design)
     if handed.blocks is not None:
-        forms, form, blocks = handed.blocks
-        carry(handed.ids, forms, handed.design, form, blocks)
+        carry(handed.ids, handed.blocks)
     return handed.weights, handed.ids
 
 

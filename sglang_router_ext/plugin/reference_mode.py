@@ -33,7 +33,7 @@ class OracleRoute(Route):
         form: PlanForm | None = None,
     ) -> Routed:
         """As :meth:`Route.__call__`, on any device."""
-        choice = self.choice(len(hidden))
+        choice = self.choice(len(hidden), plan=form is not None)
         if choice.gate == "host":
             return Routed(None, None, None)
         logits, magnitude = reference.gate(hidden, weight)
@@ -45,7 +45,7 @@ class OracleRoute(Route):
         )
         ids, weights = reference.outputs(self.problem, truth)
         plan = None
-        if self.plans(len(hidden)):
+        if self.plans(len(hidden), plan=form is not None):
             plan = {} if form is None else reference.plan(self.problem, form, ids)
         return Routed(logits.float(), ids, weights, plan)
 
@@ -53,7 +53,7 @@ class OracleRoute(Route):
         self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As :meth:`Route.select`, on any device and for logits of any float type."""
-        if self.choice(len(logits)).selection == "host":
+        if self.choice(len(logits), plan=False).selection == "host":
             return None, None
         truth = reference.select(self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded))
         return reference.outputs(self.problem, truth)
@@ -73,6 +73,9 @@ class Oracle(Kernels):
 
     def refuses(self, hidden: torch.Tensor) -> str | None:
         return None
+
+    def prepare(self, device: torch.device) -> None:
+        """The oracle has no words."""
 
     def route(self, problem: Any, device: torch.device, **options: Any) -> Route:
         return OracleRoute(problem, self.gpu, **options)

@@ -19,6 +19,8 @@
 // key and id, compared by shuffles (+0.2 us); equal keys found by match.any before the results are written (+0.05 us).
 #pragma once
 
+#include <type_traits>
+
 #include "../device/launch.cuh"
 #include "../device/order.cuh"
 #include "../device/score.cuh"
@@ -217,12 +219,23 @@ enum class Source {
 // No sum: the only NaN that arithmetic gives is 0x7fffffff.
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
-// One row by its team. From sums they are added here, in order, and the logits are written too. The winners are left in
-// memory.id, in order; returns whether the row is padded. kTopk: 8 or 32, the most that topk may be. kVector: bias, logits and
-// logits_out allow 16-byte accesses.
-template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector>
-__device__ __forceinline__ bool select_row(
-    const WarpSelectParams& params, RowMemory<kTeam, kTopk>& memory, int row, int team, int warp, int lane) {
+// One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
+// Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
+// padded), and they are settled before the weights then.
+struct Nothing {
+  __device__ __forceinline__ void operator()(bool) const {}
+};
+
+template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector, typename Settled = Nothing>
+__device__ __forceinline__ void select_row(
+    const WarpSelectParams& params,
+    RowMemory<kTeam, kTopk>& memory,
+    int row,
+    int team,
+    int warp,
+    int lane,
+    Settled settled = {}) {
   constexpr int kSlots = 4 * kGroups, kParts = kSource == Source::kLogits ? 1 : kSlices, kColumns = 128 * kTeam * kGroups;
   // A warp's share is [.., past): even shares, since a warp with few experts would list most of them.
   const int share = kTeam == 1 ? params.experts : 4 * (((params.experts + 3) / 4 + kTeam - 1) / kTeam);
@@ -242,11 +255,13 @@ __device__ __forceinline__ bool select_row(
   memory.id[lane % kTopk] = 0;
   __syncwarp();
   float* source = params.logits + row * params.row_stride + first_expert;
+  if constexpr (kSource == Source::kWords) pin(source);
   wait_for_producer();
   if constexpr (kSource != Source::kSums) load_bias();
+  const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
   bool there;
   do {
-    there = true;
+    uint32_t largest = 0;
 #pragma unroll
     for (int s = 0; s < kParts; ++s) {
 #pragma unroll
@@ -255,17 +270,18 @@ __device__ __forceinline__ bool select_row(
         part[s][g] = load_four<kFour>(source + s * kColumns + 128 * g, first_expert + 128 * g, past);
         if constexpr (kSource == Source::kWords) {
           const float four[4] = {part[s][g].x, part[s][g].y, part[s][g].z, part[s][g].w};
+          uint32_t bits[4];
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            const bool read = kVector || first_expert + 128 * g + c < past;
-            there &= !read || __float_as_uint(four[c]) != kEmpty;
+            bits[c] = kVector || first_expert + 128 * g + c < past ? __float_as_uint(four[c]) : 0u;
           }
+          largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
         }
       }
     }
+    there = largest < kEmpty;
   } while (kSource == Source::kWords && !there);
   if constexpr (kSource == Source::kWords) __syncwarp();
-  const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
   uint32_t key[kSlots], best = kNoKey;
   float logit[kSlots];
 #pragma unroll
@@ -374,9 +390,26 @@ __device__ __forceinline__ bool select_row(
   }
   team_sync<kTeam>(team);
 
+  auto doubted = [&] {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      unsure |= won[turn] >= 0 && memory.id[rank[turn]] != won[turn];
+    }
+    return team_any<kTeam>(team, unsure);
+  };
+  auto settle = [&] {
+    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
+    team_sync<kTeam>(team);
+  };
+  constexpr bool kSettled = !std::is_same_v<Settled, Nothing>;
+  if constexpr (kSettled) {
+    if (doubted()) settle();
+    settled(padded);
+  }
+
   const int slot = row * params.slots + lane;
 #pragma unroll 1
-  for (bool sure = false;; sure = true) {
+  for (bool sure = kSettled;; sure = true) {
     if (warp == 0) {
       float eight[kTopk / 8];
 #pragma unroll
@@ -401,14 +434,8 @@ __device__ __forceinline__ bool select_row(
       params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
       params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
     }
-    if (sure) return padded;
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      unsure |= won[turn] >= 0 && memory.id[rank[turn]] != won[turn];
-    }
-    if (!team_any<kTeam>(team, unsure)) return padded;
-    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
-    team_sync<kTeam>(team);
+    if (sure || !doubted()) return;
+    settle();
   }
 }
 
@@ -435,11 +462,11 @@ inline void launch_warp_select(const WarpSelectParams& params, cudaStream_t stre
   if (kSlices > 0 || params.rows <= kFewRows) {
     auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector>
                         : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector>;
-    launch(kernel, dim3(params.rows), dim3(kGroups * kWarp), 1, stream, params);
+    launch(kernel, dim3(params.rows), dim3(kGroups * kWarp), 1, 0, stream, params);
   } else if constexpr (kSlices == 0) {
     auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector>
                         : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector>;
-    launch(kernel, dim3((params.rows + kBlockRows - 1) / kBlockRows), dim3(kBlockRows * kWarp), 1, stream, params);
+    launch(kernel, dim3((params.rows + kBlockRows - 1) / kBlockRows), dim3(kBlockRows * kWarp), 1, 0, stream, params);
   }
 }
 

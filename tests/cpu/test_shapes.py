@@ -55,16 +55,39 @@ def test_no_tensor_of_the_cpu_reaches_a_kernel() -> None:
 
 def test_bands_are_where_the_records_show_no_loss_to_sglang() -> None:
     times = {
-        (line.gpu, line.case, line.rows, line.design, line.cache): line.median_us
+        (line.gpu, line.case, line.rows, line.design, line.stages): line.median_us
         for line in record.read_all()
-        if isinstance(line, BenchRecord)
+        if isinstance(line, BenchRecord) and line.cache == "cold"
     }
     judged = 0
     for design in DESIGNS:
-        for gpu, bands in design.bands.items():
-            for (where, case, rows, name, cache), median_us in times.items():
-                if (where, name, cache) == (gpu, design.name, "cold") and any(rows in band for band in bands):
-                    peer = times.get((where, case, rows, record.HOST["+".join(design.stages)], cache))
+        whole = "+".join(design.stages)
+        bands = [(gpu, whole, spans) for gpu, spans in design.bands.items()]
+        bands += [(gpu, record.ROUTER, spans) for gpu, spans in design.bands_without_plan.items()]
+        for gpu, stages, spans in bands:
+            for (where, case, rows, name, what), median_us in times.items():
+                if (where, name, what) == (gpu, design.name, stages) and any(rows in span for span in spans):
+                    peer = times.get((where, case, rows, record.HOST[stages], stages))
                     judged += peer is not None
                     assert peer is None or median_us < peer, f"{design.name} on {case} rows {rows}: {median_us}, {peer}"
     assert judged > 50
+
+
+def test_a_band_without_a_plan_is_where_no_other_design_is_faster() -> None:
+    """``single`` is asked without one where its experts take none: the pair is there too."""
+    times = {
+        (line.gpu, line.case, line.rows, line.design): line.median_us
+        for line in record.read_all()
+        if isinstance(line, BenchRecord) and line.cache == "cold" and line.stages == record.ROUTER
+    }
+    judged = 0
+    for (gpu, case, rows, name), mine in times.items():
+        if name not in TABLE or not TABLE[name].plans or TABLE[name].status != "on":
+            continue
+        rivals = [other for *where, other in times if where == [gpu, case, rows] and other != name]
+        others = [times[gpu, case, rows, other] for other in rivals if all(part in TABLE for part in other.split("+"))]
+        inside = any(rows in span for span in TABLE[name].bands_without_plan.get(gpu, ()))
+        if inside and others:
+            judged += 1
+            assert mine < min(others), f"{name} on {case} rows {rows}: {mine}, {min(others)}"
+    assert judged or all(design.status != "on" for design in DESIGNS if design.plans)

@@ -31,7 +31,8 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
         assert each * how.consumers >= rows and each <= split.warps // groups(experts)
         assert 1 <= how.planners <= how.consumers < 132
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
-        producers = -(-experts // (8 * split.tiles)) * split.slices * how.tiles_of_rows
+        columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split))
+        producers = -(-experts // columns) * split.slices * how.tiles_of_rows
         assert how.consumers_first == (producers + how.consumers <= 132)
 
 
