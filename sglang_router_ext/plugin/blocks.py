@@ -1,7 +1,9 @@
 """From a selection to SGLang's expert kernels: the plan that came with the ids takes the place of count and sort.
 
-    topk.biased_grouped_topk   -> layer.take_plan   the ids that it returns carry the plan
-    moe_align_block_size       -> take_blocks       takes the plan if it answers exactly what is asked, or calls the original
+    topk.biased_grouped_topk   -> layer.take_plan    the ids that it returns carry the plan
+    _map_topk_ids_to_local_experts  -> follow_map    with expert parallelism: what global ids carry goes on with local ones
+    moe_align_block_size       -> take_blocks        takes the plan if it answers exactly what is asked, or calls the original
+    moe_align_single_token     -> take_row_blocks    the same for one row
 
 SGLang asks for a block size that depends on the row count, the experts and its tables of tuned kernels, and it does so after
 the router has run. So a layer learns it: the first call at a row count is SGLang's and shows the block size, later ones have a
@@ -23,6 +25,8 @@ from sglang_router_ext.plugin.counters import HOST
 
 CARRIED = "_router_ext_blocks"
 """Attribute of an ids tensor: its :class:`Blocks`."""
+SPAN = "_router_ext_span"
+"""Attribute of a map from global to local experts: its version, and what :func:`_span` read."""
 NO_BLOCKS = "ids of no design that plans, or made anew since"
 NAMES = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
@@ -38,12 +42,45 @@ class Blocks(NamedTuple):
     form: PlanForm | None
     plan: dict[str, torch.Tensor] | None  # None, {}: none yet
     version: int  # version counter of the ids when they were made
+    span: tuple[int, int] | None = None  # ids are those of this rank: its first expert, and how many it has
 
 
 def carry(ids: torch.Tensor, blocks: Blocks) -> None:
     """Let ``ids`` carry their plan; where only its form is missing, its experts teach it."""
     if not ids.is_inference():
         setattr(ids, CARRIED, blocks)
+
+
+def follow_map(
+    original: Callable[..., torch.Tensor], topk_ids: torch.Tensor, local_expert_mapping: torch.Tensor
+) -> torch.Tensor:
+    """AROUND _map_topk_ids_to_local_experts: global ids -> local ones, -1 elsewhere; they carry on what those carried."""
+    local = original(topk_ids, local_expert_mapping)
+    if torch.compiler.is_compiling():
+        return local
+    carried: Blocks | None = topk_ids.__dict__.get(CARRIED)
+    span = None if carried is None or carried.version != topk_ids._version else _span(local_expert_mapping)
+    if carried is not None and span is not None and not local.is_inference():
+        carry(local, carried._replace(version=local._version, span=span))
+    return local
+
+
+def _span(mapping: torch.Tensor) -> tuple[int, int] | None:
+    """First expert and number of experts of a rank that has neighbouring ones in order; None for any other rank.
+
+    Reads ``mapping`` [experts] once, which waits for the GPU, so not while a graph is captured.
+    """
+    read: tuple[int, tuple[int, int] | None] | None = mapping.__dict__.get(SPAN)
+    if read is None or read[0] != mapping._version:
+        if mapping.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        local = mapping.tolist()
+        here = [expert for expert, number in enumerate(local) if number >= 0]
+        found = [local[expert] for expert in here] == list(range(len(here)))
+        together = bool(here) and here[-1] - here[0] + 1 == len(here)
+        read = mapping._version, (here[0], len(here)) if found and together else None
+        setattr(mapping, SPAN, read)
+    return read[1]
 
 
 def take_blocks(
@@ -62,12 +99,35 @@ def take_blocks(
         options = {"return_inactive_prefix_count": return_inactive_prefix_count, "pad_expert_ids": pad_expert_ids}
         return original(topk_ids, block_size, num_experts, ignore_invalid_expert, **options)
 
+    otherwise = ignore_invalid_expert or pad_expert_ids
+    return _take(topk_ids, block_size, num_experts, return_inactive_prefix_count, host, otherwise=otherwise)
+
+
+def take_row_blocks(
+    original: Callable[..., Any], topk_ids: torch.Tensor, block_size: int, *, return_inactive_prefix_count: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """AROUND moe_align_single_token, which knows of one row and of all experts."""
+
+    def host() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return original(topk_ids, block_size, return_inactive_prefix_count=return_inactive_prefix_count)
+
+    return _take(topk_ids, block_size, None, return_inactive_prefix_count, host)
+
+
+def _take(
+    ids: torch.Tensor,
+    block: int,
+    experts: int | None,
+    counts_elsewhere: bool,
+    host: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    *,
+    otherwise: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The plan that ``ids`` carry, or what ``host`` makes of them. ``otherwise``: the contract is another one."""
     if torch.compiler.is_compiling():
         return host()
-    carried: Blocks | None = topk_ids.__dict__.get(CARRIED)
-    refusal = _refusal(
-        carried, topk_ids, block_size, num_experts, return_inactive_prefix_count, ignore_invalid_expert or pad_expert_ids
-    )
+    carried: Blocks | None = ids.__dict__.get(CARRIED)
+    refusal = _refusal(carried, ids, block, experts, counts_elsewhere, otherwise)
     if refusal is not None:
         counters.count("plan", HOST, refusal)
         return host()
@@ -78,7 +138,7 @@ def take_blocks(
 
 
 def _refusal(
-    carried: Blocks | None, ids: torch.Tensor, block: int, experts: int, counts_elsewhere: bool, otherwise: bool
+    carried: Blocks | None, ids: torch.Tensor, block: int, experts: int | None, counts_elsewhere: bool, otherwise: bool
 ) -> str | None:
     """Why the plan that ``ids`` carry is not taken, or None. Notes what was asked for."""
     if carried is None:
@@ -87,13 +147,16 @@ def _refusal(
         return "another contract for experts elsewhere"
     if len(ids) > PLAN_ROWS or block not in BLOCKS:
         return f"more than {PLAN_ROWS} rows, or blocks of {block}"
-    asked = PlanForm(kind="aligned", block=block, locals=experts, counts_elsewhere=counts_elsewhere)
+    first, count = carried.span or (0, experts)
+    if count != experts:
+        return "another number of local experts than the map's"
+    asked = PlanForm(kind="aligned", block=block, first_local=first, locals=experts, counts_elsewhere=counts_elsewhere)
     known = carried.form
     carried.forms[len(ids)] = asked
     if known is None:
         return "the first call at a row count shows the block size"
     if known != asked:
-        return "another block size than before"
+        return "another block size or other experts than before"
     if ids._version != carried.version:
         return "the ids were changed since"
     return None

@@ -129,6 +129,16 @@ HOOKS: tuple[Hook, ...] = (
         remove_when="select_experts accepts a precomputed selection and still post-processes it",
     ),
     Hook(
+        target="sglang.srt.layers.moe.token_dispatcher.standard._map_topk_ids_to_local_experts",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function="blocks:follow_map",
+        parameters=("topk_ids", "local_expert_mapping"),
+        why="with expert parallelism the ids are made anew in this rank's numbers; the plan stays with them",
+        remove_when="expert kernels accept a precomputed plan beside the ids",
+    ),
+    Hook(
         target="sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size.moe_align_block_size",
         kind="around",
         where=SCHEDULER,
@@ -143,6 +153,16 @@ HOOKS: tuple[Hook, ...] = (
             "pad_expert_ids",
         ),
         why="hands over the plan made with the ids, so that no count and sort runs before the experts",
+        remove_when="expert kernels accept a precomputed plan beside the ids",
+    ),
+    Hook(
+        target="sglang.kernels.ops.moe.moe_align_single_token.moe_align_single_token",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function="blocks:take_row_blocks",
+        parameters=("topk_ids", "block_size", "return_inactive_prefix_count"),
+        why="the same for one row, which Marlin's experts sort by a kernel of its own",
         remove_when="expert kernels accept a precomputed plan beside the ids",
     ),
     Hook(

@@ -91,6 +91,22 @@ def test_a_band_is_a_set_of_ranges() -> None:
     assert reasons(trial, GLM, 4, H200, named=False) == ["on trial: runs only where it is named"]
 
 
+def test_a_design_that_plans_has_bands_of_its_own_where_no_plan_is_asked() -> None:
+    design = msgspec.structs.replace(
+        TABLE["single"],
+        status="on",
+        bands={H200.name: (Rows(1, 128),)},
+        bands_without_plan={H200.name: (Rows(17, 96),)},
+    )
+    assert reasons(design, GLM, 4, H200, named=False) == []
+    assert reasons(design, GLM, 4, H200, named=False, plan=False) == ["4 rows: measured fastest at 17-96 without a plan"]
+    assert reasons(design, GLM, 32, H200, named=False, plan=False) == []
+    nowhere = msgspec.structs.replace(design, bands_without_plan={})
+    assert reasons(nowhere, GLM, 32, H200, named=False, plan=False) == ["32 rows: measured fastest at none without a plan"]
+    assert reasons(nowhere, GLM, 4, H200, plan=False) == []  # whoever names it gets it
+    assert reasons(design, GLM, 4, B300, named=False, plan=False) == [f"not measured on {B300.name}"]
+
+
 def test_all_reasons_are_given_at_once() -> None:
     problem = Problem(
         experts=2048,

@@ -48,6 +48,25 @@ def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest
     assert pool.take(CPU, ("graph", 1), 100).data_ptr() == second.data_ptr()
 
 
+def test_words_can_be_set_aside_before_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(words, "RESERVE", 256)
+    monkeypatch.setattr(words, "_pools", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    words.reserve(CPU)
+    words.reserve(CPU)
+    pool = words._pools[CPU]
+    assert (pool.take(CPU, ("graph", 1), 128) == words.EMPTY).all()  # in a capture, without a launch before it
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(words, "_pools", {})
+    words.reserve(CPU)  # cannot, and leaves the error to the launch
+    with pytest.raises(ContractError, match=r"^stream: got single in a CUDA graph's capture"):
+        words._pools[CPU].take(CPU, ("graph", 1), 128)
+
+
 def test_a_capture_takes_no_words_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "RESERVE", 256)
     pool = words.Pool()

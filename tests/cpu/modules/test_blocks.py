@@ -24,7 +24,8 @@ def host():
         asked.append((len(topk_ids), block_size))
         if block_size not in BLOCKS:
             return None
-        form = PlanForm(kind="aligned", block=block_size, counts_elsewhere=options["return_inactive_prefix_count"])
+        counts = options["return_inactive_prefix_count"]
+        form = PlanForm(kind="aligned", block=block_size, locals=num_experts, counts_elsewhere=counts)
         return tuple(reference.plan(PROBLEM, form, topk_ids).values())
 
     return asked, align
@@ -62,11 +63,60 @@ def test_marlins_form_is_another(host):
     assert len(found[2]) == 2
 
 
+def test_one_row_of_marlin_is_sorted_by_another_function():
+    asked = []
+
+    def single_token(topk_ids, block_size, *, return_inactive_prefix_count=False):
+        asked.append(block_size)
+        form = PlanForm(kind="aligned", block=block_size, counts_elsewhere=return_inactive_prefix_count)
+        return tuple(reference.plan(PROBLEM, form, topk_ids).values())
+
+    layer = build("router_ext_single")
+    first, second = (
+        blocks.take_row_blocks(single_token, select(1, layer), 8, return_inactive_prefix_count=True) for _ in range(2)
+    )
+    assert asked == [8]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert paths().count(("plan", "reference:single")) == 1
+
+
+def mapped(ids, first, count, order=1):
+    """As SGLang's dispatcher maps them."""
+    mapping = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    local = torch.arange(count, dtype=torch.int32)
+    mapping[first : first + count] = local if order > 0 else local.flip(0)
+    return blocks.follow_map(lambda i, m: torch.where(i < 0, -1, m[i.clamp_min(0)]), ids, mapping)
+
+
+def test_the_ids_of_one_rank_keep_the_plan(host):
+    layer, half = build("router_ext_single"), EXPERTS // 2
+    first = ask(host, mapped(select(5, layer), half, half), experts=half)
+    second = ask(host, mapped(select(5, layer), half, half), experts=half)
+    assert host[0] == [(5, 16)]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert -1 in first[1].tolist() and paths().count(("plan", "reference:single")) == 1
+    ask(host, mapped(select(5, layer), 0, half), experts=half)
+    assert reasons("plan")[-1] == "another block size or other experts than before"
+    ask(host, mapped(select(5, layer), 0, half), experts=half + 1)
+    assert reasons("plan")[-1] == "another number of local experts than the map's"
+
+
+def test_ranks_without_neighbouring_experts_are_not_planned_for(host):
+    layer, half = build("router_ext_single"), EXPERTS // 2
+    ask(host, mapped(select(5, layer), 0, half, order=-1), experts=half)
+    changed = select(5, layer)
+    changed.add_(0)
+    ask(host, mapped(changed, 0, half), experts=half)
+    assert reasons("plan") == [blocks.NO_BLOCKS] * len(reasons("plan"))
+
+
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
-        (lambda ids: ids, {"block": 32}, "another block size than before"),
-        (lambda ids: ids, {"experts": EXPERTS + 1}, "another block size than before"),
+        (lambda ids: ids, {"block": 32}, "another block size or other experts than before"),
+        (lambda ids: ids, {"experts": EXPERTS + 1}, "another block size or other experts than before"),
         (lambda ids: ids, {"ignore_invalid_expert": True}, "another contract for experts elsewhere"),
         (lambda ids: ids, {"pad_expert_ids": True}, "another contract for experts elsewhere"),
         (lambda ids: ids, {"block": 24}, "more than 128 rows, or blocks of 24"),
