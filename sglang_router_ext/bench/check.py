@@ -41,7 +41,7 @@ def plan_forms(problem: Problem, rows: int) -> list[PlanForm | None]:
         PlanForm(kind="tiles", block=128, first_local=problem.experts - half, locals=half),
         PlanForm(kind="aligned", block=8, first_local=0, locals=half, counts_elsewhere=True),
         PlanForm(kind="aligned", block=128),
-        PlanForm(kind="tiles", block=32, first_local=1, locals=1),
+        PlanForm(kind="tiles", block=32, first_local=problem.experts // 3, locals=1),
         PlanForm(kind="aligned", block=64, first_local=half - 1, locals=problem.experts - half + 1),
     ]
     return [None, forms[rows % len(forms)], forms[(rows + 3) % len(forms)]]
