@@ -63,14 +63,21 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     __nanosleep(1000);
   }
   const bool has_row = team < kTeams && row < past_row;
+  const int idle = kWarps - kTeam * (past_row - first_row);  // warps; with one planner they empty all places ahead
+  const bool emptied = plan.planners == 1 && idle > 0;
+  bool elsewhere = false;
   if (has_row) {
     auto& own = memory.rows[team];
+    if (lone && warp % kTeam == kTeam - 1) {
+      wait_for_producer();
+      empty_places<kFormat>(plan, lane, kWarp);
+    }
     auto plan_row = [&](bool padded) {
       if (warp % kTeam != kTeam - 1) return;
       if (lone) return write_lone_row<kTopk>(plan, own.id, padded, lane);
       if (plans && lane < plan.slots.value) {
         const int id = lane < plan.topk ? own.id[lane % kTopk] : plan.experts + lane - plan.topk;
-        add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
+        elsewhere = add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
       }
       tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
@@ -90,15 +97,18 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     // The warps without a row come first: they have the time to listen.
     const int busy = kTeam > 1 ? past_row - first_row : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
     const Hands hands{kWarp * (kWarps - 1 - warp - (busy - busy_before)) + lane, kWarp * (kWarps - busy)};
+    if (emptied && !has_row) empty_places<kFormat>(plan, hands.thread, kWarp * idle);
 #pragma unroll 1
     for (int i = hands.thread; i < params.select.rows * kWords; i += hands.threads) {
       const int other = i / kWords;
-      if (other < first_row || other >= past_row) hear_word<kTopk>(plan, memory.plan, other, i % kWords, block);
+      if (other < first_row || other >= past_row) elsewhere |= hear_word<kTopk>(plan, memory.plan, other, i % kWords, block);
     }
-    hands.sync();
-    count_blocks<kFormat>(plan, memory.plan, block, hands);
-    hands.sync();
-    write_plan<kFormat>(plan, memory.plan, block, hands);
+    const bool flat = !hands.any(elsewhere) && plan.rows <= plan.block.value;
+    if (!flat) {
+      count_blocks<kFormat>(plan, memory.plan, hands);
+      hands.sync();
+    }
+    write_plan<kFormat>(plan, memory.plan, block, hands, flat, emptied);
   }
 }
 
@@ -200,10 +210,11 @@ struct Single {
     auto tensor = [](TensorView view) { return static_cast<int32_t*>(view.data_ptr()); };
     if constexpr (kFormat == PlanFormat::kAligned) {
       plan.sorted_slots = tensor(plan0), plan.block_experts = tensor(plan1), plan.padded = tensor(plan2);
-      plan.counts_elsewhere = plan2.size(0) == 2;
+      plan.counts_elsewhere = plan2.size(0) == 2, plan.room = static_cast<int>(plan0.size(0));
     } else if constexpr (kFormat == PlanFormat::kTiles) {
       plan.slot_to_place = tensor(plan0), plan.place_to_row = tensor(plan1), plan.tile_experts = tensor(plan2);
       plan.tile_ends = tensor(plan3), plan.tiles = tensor(plan4), plan.places = tensor(plan5), plan.counts = tensor(plan6);
+      plan.room = static_cast<int>(plan1.size(0) - 1);
     }
     params.consumers = static_cast<int>(consumers);
     params.rows_each = (rows + params.consumers - 1) / params.consumers;
