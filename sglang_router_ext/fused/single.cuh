@@ -38,7 +38,7 @@ struct SingleParams {
   SmallRowsParams gate;
   WarpSelectParams select;
   PlanParams plan;
-  int consumers, rows_each;    // a consumer has rows_each rows
+  Divisor consumers;           // number b has the rows b, b + consumers, ..
   int columns, tiles_of_rows;  // producers: columns of experts, and how many share the rows of one
   bool consumers_first;
 };
@@ -46,7 +46,7 @@ struct SingleParams {
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
 template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& memory, int block) {
-  constexpr int kTeams = kWarps / kTeam, kThreads = kWarps * kWarp, kWords = kIdWords<kTopk>;
+  constexpr int kThreads = kWarps * kWarp;
   constexpr bool kPlan = kFormat != PlanFormat::kNone;
   const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
   const bool lone = kFormat == PlanFormat::kAligned && plan.rows == 1, plans = kPlan && !lone && block < plan.planners;
@@ -55,15 +55,16 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     __syncthreads();
   }
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, team = warp / kTeam;
-  const int first_row = block * params.rows_each, past_row = min(first_row + params.rows_each, params.select.rows);
-  const int row = first_row + team;
+  // A consumer has rows of all tiles, so that some are selected before the last ones come.
+  const int row = block + team * params.consumers.value;
+  const int rows_here = params.consumers.quotient(params.select.rows - block + params.consumers.value - 1);
   if (params.select.rows > 16) {
     // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
     wait_for_producer();
     __nanosleep(1000);
   }
-  const bool has_row = team < kTeams && row < past_row;
-  const int idle = kWarps - kTeam * (past_row - first_row);  // warps; with one planner they empty all places ahead
+  const bool has_row = team < rows_here;
+  const int idle = kWarps - kTeam * rows_here;  // warps; with one planner they empty all places ahead
   const bool emptied = plan.planners == 1 && idle > 0;
   bool elsewhere = false;
   if (has_row) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
         const int id = lane < plan.topk ? own.id[lane % kTopk] : plan.experts + lane - plan.topk;
         elsewhere = add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
       }
-      tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
+      if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
       select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
@@ -95,13 +96,12 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     if (!plans || weighs) return;
     if (!has_row) wait_for_producer();
     // The warps without a row come first: they have the time to listen.
-    const int busy = kTeam > 1 ? past_row - first_row : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
+    const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
     const Hands hands{kWarp * (kWarps - 1 - warp - (busy - busy_before)) + lane, kWarp * (kWarps - busy)};
-    if (emptied && !has_row) empty_places<kFormat>(plan, hands.thread, kWarp * idle);
-#pragma unroll 1
-    for (int i = hands.thread; i < params.select.rows * kWords; i += hands.threads) {
-      const int other = i / kWords;
-      if (other < first_row || other >= past_row) elsewhere |= hear_word<kTopk>(plan, memory.plan, other, i % kWords, block);
+    const int listeners = idle > 0 ? kWarp * idle : hands.threads;
+    if (hands.thread < listeners) {
+      if (emptied) empty_places<kFormat>(plan, hands.thread, listeners);
+      elsewhere |= hear<kTopk>(plan, memory.plan, block, params.consumers, hands.thread, listeners);
     }
     const bool flat = !hands.any(elsewhere) && plan.rows <= plan.block.value;
     if (!flat) {
@@ -127,12 +127,12 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
   using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
   extern __shared__ __align__(16) unsigned char memory[];
-  const int producers = gridDim.x - params.consumers;
+  const int producers = gridDim.x - params.consumers.value;
   const int consumer = params.consumers_first ? blockIdx.x : blockIdx.x - producers;
-  if (consumer >= 0 && consumer < params.consumers) {
+  if (consumer >= 0 && consumer < params.consumers.value) {
     consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, reinterpret_cast<Memory*>(memory)->consumer, consumer);
   } else {
-    const int producer = params.consumers_first ? blockIdx.x - params.consumers : blockIdx.x;
+    const int producer = params.consumers_first ? blockIdx.x - params.consumers.value : blockIdx.x;
     const int column = producer % params.columns, rest = producer / params.columns;
     gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
         params.gate,
@@ -216,8 +216,7 @@ struct Single {
       plan.tile_ends = tensor(plan3), plan.tiles = tensor(plan4), plan.places = tensor(plan5), plan.counts = tensor(plan6);
       plan.room = static_cast<int>(plan1.size(0) - 1);
     }
-    params.consumers = static_cast<int>(consumers);
-    params.rows_each = (rows + params.consumers - 1) / params.consumers;
+    params.consumers = Divisor::of(static_cast<int>(consumers));
     const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
@@ -226,7 +225,7 @@ struct Single {
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
           &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
-          dim3(params.consumers + producers),
+          dim3(params.consumers.value + producers),
           dim3(kWarps * kWarp),
           1,
           sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),

@@ -137,18 +137,10 @@ __device__ __forceinline__ void tell_planners(
   }
 }
 
-// One thread takes a word of what another block told about a row, as soon as it is there. Returns whether a slot is elsewhere.
-template <int kTopk, int kExperts>
-__device__ __forceinline__ bool hear_word(
-    const PlanParams& params, PlanMemory<kExperts>& memory, int row, int word, int planner) {
-  if (2 * word >= params.topk) return false;
-  uint32_t* from = params.ids + ((planner * params.rows + row) * kIdWords<kTopk> + word);
-  pin(from);
-  uint32_t both;
-  do {
-    both = load_word_shared_by_grids(from);
-  } while (both == kNoIds);
-  *from = kNoIds;
+// A word of what another block told about a row. Returns whether a slot is elsewhere.
+template <int kExperts>
+__device__ __forceinline__ bool take_word(
+    const PlanParams& params, PlanMemory<kExperts>& memory, int row, int word, uint32_t both) {
   const uint32_t low = both & 0xffffu;
   bool elsewhere = add_slot(params, memory, row, 2 * word, low);
   if (2 * word + 1 < params.topk) elsewhere |= add_slot(params, memory, row, 2 * word + 1, both >> 16);
@@ -156,6 +148,45 @@ __device__ __forceinline__ bool hear_word(
 #pragma unroll 1
   for (int k = params.topk; k < params.slots.value; ++k) {
     elsewhere |= add_slot(params, memory, row, k, low == kPadded ? kPadded : params.experts + k - params.topk);
+  }
+  return elsewhere;
+}
+
+// What other blocks told, as soon as it is there, by `threads` threads from number 0 on; each asks for four words at a time.
+// Row number r is of block r % consumers. Returns whether a slot is elsewhere.
+template <int kTopk, int kExperts>
+__device__ __forceinline__ bool hear(
+    const PlanParams& params, PlanMemory<kExperts>& memory, int block, Divisor consumers, int thread, int threads) {
+  constexpr int kWords = kIdWords<kTopk>, kAtOnce = 4;
+  const int words = params.rows * kWords;
+  uint32_t* told = params.ids + block * words;
+  pin(told);
+  bool elsewhere = false;
+#pragma unroll 1
+  for (int first = thread; first < words; first += kAtOnce * threads) {
+    bool waits[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = first + j * threads, row = i / kWords, word = i % kWords;
+      waits[j] = i < words && 2 * word < params.topk && row - consumers.quotient(row) * consumers.value != block;
+    }
+    bool more;
+    do {
+      uint32_t both[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) both[j] = waits[j] ? load_word_shared_by_grids(told + (first + j * threads)) : kNoIds;
+      more = false;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * threads;
+        if (both[j] != kNoIds) {
+          told[i] = kNoIds;
+          elsewhere |= take_word(params, memory, i / kWords, i % kWords, both[j]);
+          waits[j] = false;
+        }
+        more |= waits[j];
+      }
+    } while (more);
   }
   return elsewhere;
 }
