@@ -64,3 +64,47 @@ def demo(
 
         show(report, console())
     raise typer.Exit(0 if report.agrees else 1)
+
+
+@app.command()
+def serve_bench(
+    *,
+    layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
+    moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
+    backend: Annotated[
+        list[str] | None, typer.Option("--moe-runner-backend", help=f"of ours; may be repeated; else {demonstration.BACKEND}")
+    ] = None,
+    launches: Annotated[int, typer.Option(help="of stock and of each backend")] = demonstration.LAUNCHES,
+    fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
+    keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces, as in demo")] = None,
+    in_memory: Annotated[bool, typer.Option("--in-memory", help="draw the weights on the GPU")] = False,
+    record: Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Launch stock SGLang and backends of ours several times in mixed order, and compare the time of a decode step."""
+    from sglang_router_ext.demo.worker import EngineFailed
+
+    signal.signal(signal.SIGTERM, _stop)
+    with Ticker("serve-bench") as ticker:
+        try:
+            report = demonstration.launch(
+                layers=layers,
+                moe_intermediate=moe_intermediate,
+                backends=backend or [demonstration.BACKEND],
+                launches=launches,
+                fp8=fp8,
+                keep=keep,
+                in_memory=in_memory,
+                record=record,
+                say=ticker.say,
+            )
+        except EngineFailed as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+    if as_json:
+        print_json({**msgspec.to_builtins(report), "agrees": report.agrees})
+    else:
+        from sglang_router_ext.demo.show import show
+
+        show(report, console())
+    raise typer.Exit(0 if report.agrees else 1)

@@ -2,6 +2,7 @@
 
 checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds; weights.py draws it inside an engine
 serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
+launches.py     engines launched several times in mixed order: ``serve-bench``
 compare.py      whether their tokens agree
 pace.py         which is faster, by the clock and on the GPU; trace.py reads the profiles
 cpu.py          without one: SGLang's own modules on the CPU, with the oracle behind the plugin's hooks
@@ -11,15 +12,70 @@ show.py         the report as tables
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang_router_ext.demo.checkpoint import Size
     from sglang_router_ext.demo.cpu import CpuReport
+    from sglang_router_ext.demo.launches import LaunchReport
     from sglang_router_ext.demo.serve import ServeReport
 
 LAYERS, MOE_INTERMEDIATE, BACKEND = 4, 64, "router_ext_pair"
 MAX_LAYERS, MAX_INTERMEDIATE = 256, 8192
+LAUNCHES, MAX_LAUNCHES = 3, 100
+
+
+def size_of(layers: int, moe_intermediate: int, backends: Sequence[str], *, fp8: bool, in_memory: bool) -> Size:
+    """The model that is asked for. Raises :class:`~sglang_router_ext.contract.ContractError`."""
+    from sglang_router_ext.contract import expect
+    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, Size
+    from sglang_router_ext.designs import BACKENDS
+
+    expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
+    fits = 16 <= moe_intermediate <= MAX_INTERMEDIATE and moe_intermediate % 16 == 0
+    expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
+    for backend in backends:
+        expect(backend in BACKENDS, "moe-runner-backend", backend, " | ".join(BACKENDS))
+    expect(not fp8 or in_memory, "fp8", "a checkpoint on disk", "--in-memory")
+    whole = not fp8 or moe_intermediate % FP8_BLOCK == 0
+    expect(whole, "moe-intermediate", moe_intermediate, f"multiples of {FP8_BLOCK} in FP8")
+    return Size(layers, moe_intermediate, fp8)
+
+
+def launch(
+    *,
+    layers: int = LAYERS,
+    moe_intermediate: int = MOE_INTERMEDIATE,
+    backends: Sequence[str] = (BACKEND,),
+    launches: int = LAUNCHES,
+    fp8: bool = False,
+    keep: pathlib.Path | None = None,
+    in_memory: bool = False,
+    record: bool = False,
+    say: Callable[[str], None] = print,
+) -> LaunchReport:
+    """Launch stock and ``backends`` ``launches`` times each, in mixed order; the rest as :func:`run`, but a GPU is needed.
+
+    ``record`` writes the times to the records of this GPU, if the tokens agree.
+    """
+    import torch
+
+    from sglang_router_ext.contract import expect
+
+    size = size_of(layers, moe_intermediate, backends, fp8=fp8, in_memory=in_memory)
+    expect(1 <= launches <= MAX_LAUNCHES, "launches", launches, f"1 to {MAX_LAUNCHES}")
+    expect(bool(backends) and len({*backends}) == len(backends), "moe-runner-backend", list(backends), "each one once")
+    expect(torch.cuda.is_available(), "serve-bench", "no CUDA GPU here", "a machine with one")
+    from sglang_router_ext.bench import record as records
+    from sglang_router_ext.demo import launches as launching
+
+    if record:
+        records.check_writable(torch.cuda.get_device_name())
+    report = launching.run(size, backends, launches, say, keep=keep, in_memory=in_memory)
+    if record and report.agrees:
+        records.write([launching.record_of(report)])
+    return report
 
 
 def run(
@@ -44,18 +100,8 @@ def run(
     import torch
 
     from sglang_router_ext.contract import expect
-    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, Size
-    from sglang_router_ext.designs import BACKENDS
 
-    expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
-    fits = 16 <= moe_intermediate <= MAX_INTERMEDIATE and moe_intermediate % 16 == 0
-    expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
-    expect(backend in BACKENDS, "moe-runner-backend", backend, " | ".join(BACKENDS))
-    expect(not fp8 or in_memory, "fp8", "a checkpoint on disk", "--in-memory")
-    expect(
-        not fp8 or moe_intermediate % FP8_BLOCK == 0, "moe-intermediate", moe_intermediate, f"multiples of {FP8_BLOCK} in FP8"
-    )
-    size = Size(layers, moe_intermediate, fp8)
+    size = size_of(layers, moe_intermediate, [backend], fp8=fp8, in_memory=in_memory)
     if not torch.cuda.is_available():
         for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):
             expect(not given, option, "no CUDA GPU", "a machine with one: nothing is served without")

@@ -165,7 +165,7 @@ def run(
     free, _total = torch.cuda.mem_get_info()
     need = engine_bytes(model)
     expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
-    with _folder(keep) as work:
+    with folder(keep) as work:
         if in_memory:
             path = work / "model"
             path.mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ def run(
             path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
         together = fits_twice(model, free)
         workers = [
-            Worker(name, _plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
+            Worker(name, engine_plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
             for name in (STOCK, backend)
         ]
         outcomes: dict[str, Outcome] = {}
@@ -201,7 +201,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
+def folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="sglang-router-ext-") as temporary:
             yield pathlib.Path(temporary)
@@ -246,7 +246,7 @@ def memory_fraction(free: int) -> float:
     return round(max(0.5, 1 - RESERVE / free), 4)
 
 
-def _plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: int, *, in_memory: bool) -> Plan:
+def engine_plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, free: int, *, in_memory: bool) -> Plan:
     """What both engines do; they differ in the backend alone. Stock names the expert kernels that the plugin keeps."""
     return Plan(
         arguments={
@@ -341,22 +341,26 @@ def record_of(report: ServeReport) -> OtherRecord:
     return record
 
 
+def hold_against(what: str, one: Run, other: Run, measure: Yardstick) -> Judged:
+    """Whether ``other`` is the same computation as ``one``, by what stock runs differ among themselves."""
+    found = compare(one, other)
+    lost = len(other.tokens) != len(one.tokens)
+    against = [f"{len(other.tokens)} sequences came back instead of {len(one.tokens)}"] if lost else []
+    return Judged(what, found, against + verdict(found, measure))
+
+
 def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
     sizes = sorted(stock.runs)
     pairs = [(one, other) for i, one in enumerate(sizes) for other in sizes[i + 1 :]]
     measure = yardstick([compare(stock.runs[one], stock.runs[other]) for one, other in pairs])
 
-    def judge(what: str, one: Run, other: Run) -> Judged:
-        found = compare(one, other)
-        lost = len(other.tokens) != len(one.tokens)
-        against = [f"{len(other.tokens)} sequences came back instead of {len(one.tokens)}"] if lost else []
-        return Judged(what, found, against + verdict(found, measure))
-
-    same = [judge(f"{backend} against stock, {size} at a time", stock.runs[size], ours.runs[size]) for size in sizes]
+    same = [
+        hold_against(f"{backend} against stock, {size} at a time", stock.runs[size], ours.runs[size], measure) for size in sizes
+    ]
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [
-        judge("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed),
-        judge(f"{backend} against stock, both with bf16 selection biases", stock.changed, ours.changed),
+        hold_against("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed, measure),
+        hold_against(f"{backend} against stock, both with bf16 selection biases", stock.changed, ours.changed, measure),
     ]
     return measure, same, changed

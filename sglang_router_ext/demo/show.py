@@ -7,6 +7,7 @@ from rich.table import Table
 
 from sglang_router_ext.demo import pace
 from sglang_router_ext.demo.cpu import CpuReport
+from sglang_router_ext.demo.launches import LaunchReport
 from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.demo.serve import STOCK, Judged, ServeReport
 from sglang_router_ext.demo.trace import RouterTime, StepTime
@@ -16,9 +17,11 @@ MOVED = 4
 """Kernels of a batch size, at most, that are shown for taking another time."""
 
 
-def show(report: CpuReport | ServeReport, console: Console) -> None:
+def show(report: CpuReport | ServeReport | LaunchReport, console: Console) -> None:
     if isinstance(report, CpuReport):
         _show_cpu(report, console)
+    elif isinstance(report, LaunchReport):
+        _show_launches(report, console)
     else:
         _show_serve(report, console)
     verdict = "[green]Everything that must hold does.[/]" if report.agrees else "[red]Something that must hold does not.[/]"
@@ -64,10 +67,40 @@ def _yes(differences: list[str]) -> str:
     return "[red]no[/]" if differences else "yes"
 
 
-def _show_serve(report: ServeReport, console: Console) -> None:
+def _model(report: ServeReport | LaunchReport) -> str:
     experts = f"{'FP8' if report.size.fp8 else 'bf16'} experts of {report.size.moe_intermediate}"
-    model = f"{report.problem}, {len(report.size.moe_layers)} MoE layers, {experts}"
-    console.print(f"{report.gpu}: SGLang serving {model}")
+    return f"{report.gpu}: SGLang serving {report.problem}, {len(report.size.moe_layers)} MoE layers, {experts}"
+
+
+def _show_launches(report: LaunchReport, console: Console) -> None:
+    console.print(_model(report))
+    order = ", ".join(f"{launch.variant} {launch.start_s:.0f} s" for launch in report.launches)
+    console.print(f"Launches, in this order, with the time of each start: {order}")
+    count = sum(launch.variant == STOCK for launch in report.launches)
+    title = f"A decode step by the clock: median (p10 to p90) of {count} launches each, of every launch its median"
+    table = _numbers(title, "requests", *report.variants)
+    for batch in report.launches[0].step_ms:
+        stock = report.over_launches(STOCK, batch)
+        cells = [stock.text(3, "ms")]
+        for name in report.variants[1:]:
+            ours = report.over_launches(name, batch)
+            cells.append(f"{ours.text(3, 'ms')}\n{_difference(stock, ours, pace.by_clock(stock, ours))}")
+        table.add_row(str(batch), *cells)
+    console.print(table)
+    table = _numbers("The router of one layer, in a profile of each variant's first launch", "requests", *report.variants)
+    for batch in report.router[STOCK]:
+        table.add_row(str(batch), *(_router(report.router[name][batch]) for name in report.variants))
+    console.print(table)
+    table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
+    for judged in report.same:
+        table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))
+    console.print(table)
+    for judged in report.same:
+        _show_differences(judged, console)
+
+
+def _show_serve(report: ServeReport, console: Console) -> None:
+    console.print(_model(report))
     starts = ", ".join(f"{name} {served.start_s:.0f} s" for name, served in report.served.items())
     console.print(f"Engine starts: {starts}")
     _show_clock(report, console)

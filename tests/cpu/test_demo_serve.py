@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sglang_router_ext.contract import ContractError
-from sglang_router_ext.demo import checkpoint, engine, serve, show
+from sglang_router_ext.demo import checkpoint, engine, launches, serve, show
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.pace import Spread
 from sglang_router_ext.demo.trace import RouterTime
@@ -119,7 +119,7 @@ def served(tiny: Size, keep: pathlib.Path, *, in_memory: bool = False) -> serve.
     return serve.run(tiny, OURS, lambda _text: None, keep=keep, in_memory=in_memory)
 
 
-def shown(report: serve.ServeReport) -> str:
+def shown(report: serve.ServeReport | launches.LaunchReport) -> str:
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     show.show(report, console)
     return console.export_text()
@@ -334,7 +334,7 @@ def test_engine_arguments_are_sglangs() -> None:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve.engine_plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert set(plan.arguments) <= set(ServerArgs.__struct_fields__)
     for method in (
         *("generate", "start_profile", "stop_profile", "shutdown"),
@@ -345,6 +345,50 @@ def test_engine_arguments_are_sglangs() -> None:
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
-    plan = serve._plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
+    plan = serve.engine_plan(OURS, pathlib.Path("x"), checkpoint.config(Size()), pathlib.Path("y"), 100 * GIB, in_memory=False)
     assert engine.prompts(plan, 96)[:16] == engine.prompts(plan, 16)
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)
+
+
+def launched(tiny: Size, keep: pathlib.Path, backends: list[str], count: int) -> launches.LaunchReport:
+    return launches.run(tiny, backends, count, lambda _text: None, keep=keep)
+
+
+def test_launches_in_mixed_order(tiny: Size, fake_engine: pathlib.Path) -> None:
+    report = launched(tiny, fake_engine, [OURS, "router_ext"], 2)
+    order = [launch.variant for launch in report.launches]
+    assert order == ["stock", OURS, "router_ext", OURS, "router_ext", "stock"]
+    assert report.agrees
+    assert len(report.same) == 2 * len(serve.BATCHES)
+    assert report.over_launches(OURS, 6).count == 2
+    ours, stock = report.router[OURS][6], report.router["stock"][6]
+    assert ours is not None and stock is not None
+    assert (ours.kernels, stock.kernels) == (
+        ["small_rows_kernel", "warp_select_kernel"],
+        ["tiny_n_gemm_kernel", "_router_triton_kernel"],
+    )
+    text = shown(report)
+    assert "of 2 launches each" in text and "equal" in text and "small_rows_kernel" in text
+    record = launches.record_of(report)
+    assert b'"backends":"router_ext_pair router_ext"' in record.line and b'"kind":"launches"' in record.line
+
+
+def test_a_slower_or_wrong_engine_shows_over_launches(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOWER_CLOCK", "3")
+    monkeypatch.setenv("WRONG_ROUTER", "1")
+    report = launched(tiny, fake_engine, [OURS], 1)
+    assert not report.agrees and all(one.against for one in report.same)
+    assert report.over_launches(OURS, 16).median > 1.5 * report.over_launches("stock", 16).median
+    text = shown(report)
+    assert "slower" in text and "Something that must hold does not." in text
+
+
+@pytest.mark.parametrize(("variants", "count"), [(["a"], 3), (["a", "b"], 2), (["a", "b", "c"], 3)])
+def test_every_variant_stands_at_every_place(variants: list[str], count: int) -> None:
+    order = launches.mixed(variants, count)
+    rounds = [order[i : i + len(variants)] for i in range(0, len(order), len(variants))]
+    assert all(sorted(one) == sorted(variants) for one in rounds)
+    for place in range(len(variants)):
+        assert {one[place] for one in rounds} == {*variants} or count < len(variants)

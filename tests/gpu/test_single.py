@@ -120,3 +120,42 @@ with torch.cuda.stream(torch.cuda.Stream()):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "stream: got single in a CUDA graph's capture" in done.stdout
+
+
+def test_a_launch_that_was_killed_leaves_nothing_behind() -> None:
+    """Words belong to a process: one that dies in the middle of a replay takes them with it."""
+    code = """
+import torch
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.bench.clock import capture
+from sglang_router_ext.bench.inputs import random_inputs
+from sglang_router_ext.bench.launch import launch
+from sglang_router_ext.designs import TABLE
+problem = CASES["glm-5.3-flash"].problem
+inputs = random_inputs(problem, 96, device="cuda")
+stream = torch.cuda.Stream()
+graph, _ = capture(lambda: launch(TABLE["single"], problem, inputs), stream)
+print("replaying", flush=True)
+with torch.cuda.stream(stream):
+    while True:
+        graph.replay()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "replaying\n"
+        process.kill()
+    inputs = random_inputs(PROBLEM, 96, device="cuda")
+    assert wrong(launch(SINGLE, PROBLEM, inputs), inputs) == []
+
+
+def test_a_launch_waits_for_nothing_on_the_host() -> None:
+    batches = [random_inputs(PROBLEM, rows, device="cuda") for rows in (1, 16, 96)]
+    for batch in batches:
+        launch(SINGLE, PROBLEM, batch)  # builds, and sets words aside
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [launch(SINGLE, PROBLEM, batch) for batch in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [wrong(result, batch) for result, batch in zip(results, batches, strict=True)] == [[], [], []]

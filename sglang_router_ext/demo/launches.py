@@ -1,0 +1,161 @@
+"""Engines that are launched again and again, in mixed order: what a backend of ours is worth to a client.
+
+Within one launch the time of a decode step repeats well; between two launches of the same engine it differs more, by where
+memory came to lie and by what else the machine did. So every variant is launched several times, each time at another place of
+the order, and a launch is one measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sglang_router_ext.bench.record import OtherRecord, decode, new_run
+from sglang_router_ext.contract import expect
+from sglang_router_ext.demo import checkpoint, trace, weights
+from sglang_router_ext.demo.checkpoint import Size
+from sglang_router_ext.demo.compare import Run, Yardstick, compare, yardstick
+from sglang_router_ext.demo.engine import Change, Profile, Time, Tokens
+from sglang_router_ext.demo.pace import Spread, spread
+from sglang_router_ext.demo.serve import BATCHES, SEQUENCES, STOCK, Judged, engine_bytes, engine_plan, folder, hold_against
+from sglang_router_ext.demo.trace import RouterTime
+from sglang_router_ext.demo.worker import Worker
+
+RECORD_KIND = "launches"
+ROUNDS = 6
+"""Of the clock, for each batch size of a launch."""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """One start of an engine."""
+
+    variant: str
+    start_s: float
+    step_ms: dict[int, Spread]
+    """Batch size -> milliseconds of a decode step by the clock, over the rounds."""
+
+
+class LaunchReport(msgspec.Struct, frozen=True):
+    gpu: str
+    problem: str
+    size: Size
+    variants: list[str]
+    """Stock first."""
+    launches: list[Launch]
+    """In the order in which they ran."""
+    router: dict[str, dict[int, RouterTime | None]]
+    """Variant -> batch size -> the router of one layer, in a profile of its first launch."""
+    stock: Yardstick
+    same: list[Judged]
+    """Each variant against stock: must be the same computation."""
+    seconds: float
+
+    def over_launches(self, variant: str, batch: int) -> Spread:
+        """Milliseconds of a decode step; one launch, by its median, is one measurement."""
+        return spread([launch.step_ms[batch].median for launch in self.launches if launch.variant == variant])
+
+    @property
+    def agrees(self) -> bool:
+        return not any(one.against for one in self.same)
+
+
+def mixed(variants: Sequence[str], launches: int) -> list[str]:
+    """Every variant ``launches`` times, at every place of the order equally often if there are as many rounds as variants."""
+    return [variants[(place + number) % len(variants)] for number in range(launches) for place in range(len(variants))]
+
+
+def run(
+    size: Size,
+    backends: Sequence[str],
+    launches: int,
+    say: Callable[[str], None],
+    *,
+    keep: pathlib.Path | None = None,
+    in_memory: bool = False,
+) -> LaunchReport:
+    """Launch stock and ``backends`` ``launches`` times each on the checkpoint of ``size``, one after the other.
+
+    ``keep``, ``in_memory`` and errors as in :func:`~sglang_router_ext.demo.serve.run`.
+    """
+    import torch
+
+    started = time.monotonic()
+    model = checkpoint.config(size)
+    free, _total = torch.cuda.mem_get_info()
+    need = engine_bytes(model)
+    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
+    variants = [STOCK, *backends]
+    done: list[Launch] = []
+    runs: dict[str, dict[int, Run]] = {}
+    router: dict[str, dict[int, RouterTime | None]] = {}
+    with folder(keep) as work:
+        if in_memory:
+            path = work / "model"
+            path.mkdir(exist_ok=True)
+            (path / "config.json").write_text(json.dumps(model))
+        else:
+            path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
+        order = mixed(variants, launches)
+        for number, name in enumerate(order, 1):
+            place = work / f"{number}-{name}"
+            worker = Worker(name, engine_plan(name, path, model, place, free, in_memory=in_memory), say, plugin=name != STOCK)
+            say(f"launch {number} of {len(order)}: {name}")
+            launch, found = _launch(worker, in_memory=in_memory, first=name not in runs)
+            done.append(launch)
+            if found is not None:
+                runs[name], files = found
+                router[name] = {batch: trace.router_time([trace.kernels(file)]) for batch, file in files.items()}
+    stock = runs[STOCK]
+    pairs = [(one, other) for i, one in enumerate(BATCHES) for other in BATCHES[i + 1 :]]
+    measure = yardstick([compare(stock[one], stock[other]) for one, other in pairs])
+    same = [
+        hold_against(f"{name} against stock, {batch} at a time", stock[batch], runs[name][batch], measure)
+        for name in backends
+        for batch in BATCHES
+    ]
+    seconds = time.monotonic() - started
+    problem = str(checkpoint.problem(model))
+    return LaunchReport(torch.cuda.get_device_name(), problem, size, variants, done, router, measure, same, seconds)
+
+
+def _launch(worker: Worker, *, in_memory: bool, first: bool) -> tuple[Launch, tuple[dict[int, Run], dict[int, str]] | None]:
+    """One launch; the ``first`` of a variant also shows tokens and a profile, by batch size."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(worker.kill)
+        worker.start()
+        start_s = worker.wait_ready()
+        if in_memory:
+            worker.ask(Change(weights.DRAW), type(None))
+        found = None
+        if first:
+            tokens = {batch: worker.ask(Tokens(batch, min(SEQUENCES, 16 * batch)), Run) for batch in BATCHES}
+            found = tokens, {batch: worker.ask(Profile(batch), str) for batch in BATCHES}
+        steps = {batch: spread([worker.ask(Time(batch), float) for _ in range(ROUNDS)]) for batch in BATCHES}
+        worker.finish()
+    return Launch(worker.name, start_s, steps), found
+
+
+def record_of(report: LaunchReport) -> OtherRecord:
+    """The times of a report as a line of ``records/``. What was measured stands in its texts and whole numbers alone."""
+    body = msgspec.to_builtins(new_run(report.gpu)) | {
+        "kind": RECORD_KIND,
+        "problem": report.problem,
+        "moe_layers": len(report.size.moe_layers),
+        "moe_intermediate": report.size.moe_intermediate,
+        "experts": "fp8" if report.size.fp8 else "bf16",
+        "backends": " ".join(report.variants[1:]),
+        "launches": [msgspec.to_builtins(launch, str_keys=True) for launch in report.launches],
+        "router": msgspec.to_builtins(report.router, str_keys=True),
+        "tokens": [
+            {"what": one.what, "equal": one.found.equal, "sequences": one.found.sequences, "against": one.against}
+            for one in report.same
+        ],
+    }
+    record = decode(msgspec.json.encode(body))
+    assert isinstance(record, OtherRecord)
+    return record
