@@ -51,6 +51,7 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
 }
 
 // Has the L2 fetch what is about to be read. Reads nothing itself, so it may come before the wait for whoever writes there.
+// Where it is about to be written, the address is translated by then; of a cold page that takes as long as a load.
 __device__ __forceinline__ void ask_for(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

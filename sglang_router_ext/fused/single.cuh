@@ -51,6 +51,8 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
   const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
   const bool lone = kFormat == PlanFormat::kAligned && plan.rows == 1, plans = kPlan && !lone && block < plan.planners;
   if (plans) {
+    if (threadIdx.x == 0) ask_for(kFormat == PlanFormat::kAligned ? plan.sorted_slots : plan.place_to_row);
+    if (threadIdx.x == 1) ask_for(kFormat == PlanFormat::kAligned ? plan.block_experts : plan.slot_to_place);
     clear_plan<kThreads>(memory.plan);
     __syncthreads();
   }

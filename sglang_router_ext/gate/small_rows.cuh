@@ -133,6 +133,7 @@ __device__ __forceinline__ void gate_block(
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
+  if (!kCluster && threadIdx.x == 0) ask_for(params.out + (slice * params.slice_stride + first_expert));
   wait_for_producer();
   let_consumer_start();
 

@@ -255,6 +255,11 @@ __device__ __forceinline__ void select_row(
   memory.id[lane % kTopk] = 0;
   __syncwarp();
   float* source = params.logits + row * params.row_stride + first_expert;
+  if constexpr (kSource != Source::kLogits) {
+    if (lane == 0) ask_for(params.ids + row * params.slots);
+    if (lane == 1) ask_for(params.weights + row * params.slots);
+    if (lane == 2) ask_for(params.logits_out + row * params.experts);
+  }
   if constexpr (kSource == Source::kWords) pin(source);
   wait_for_producer();
   if constexpr (kSource != Source::kSums) load_bias();
