@@ -161,8 +161,14 @@ struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
   // tiles_of_rows, consumers_first.
-  static int64_t capture_id(int64_t device) {
-    return capture_of(static_cast<int32_t>(device));
+
+  // Which CUDA graph the stream `handle` is captured into; 0: none. Not of tvm-ffi's current stream, which is PyTorch's in
+  // calls with tensors only.
+  static int64_t capture_id(int64_t handle) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    check_cuda("capture", cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(handle), &status, &id));
+    return status == cudaStreamCaptureStatusActive ? static_cast<int64_t>(id) : 0;
   }
 
   static void run(

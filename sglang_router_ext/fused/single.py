@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ NAMES = {
 """Tensors of a plan, in the kernel's order."""
 PLANNERS = 8
 """At most: a warp tells so many at once."""
+
+
+Shape = tuple[int, ...]
 
 
 class Division(NamedTuple):
@@ -66,21 +69,46 @@ def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
 
 
 def most_blocks(slots: int, local: int, block: int) -> int:
-    """The most blocks of a plan: a full one for every ``block`` slots, and one that is not for every expert or elsewhere."""
-    return min(slots, local + 1) + slots // block
+    """The most blocks of a plan: of every expert that has a slot, and of those elsewhere, one is not full."""
+    return (slots + min(slots, local + 1) * (block - 1)) // block
+
+
+def aligned_room(slots: int, local: int, block: int) -> int:
+    """Places that SGLang's own moe_align_block_size makes, which its other kernels count on."""
+    padded = slots * block if slots < local + 1 else slots + (local + 1) * (block - 1)
+    return -(-padded // 4) * 4
 
 
 def empty_plan(problem: Problem, form: PlanForm, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Unwritten tensors for the plan of ``rows`` rows, as large as it may become."""
     slots = rows * problem.slots
-    blocks = most_blocks(slots, form.local_experts(problem), form.block)
+    local = form.local_experts(problem)
+    blocks, room = most_blocks(slots, local, form.block), aligned_room(slots, local, form.block)
     sizes = {
-        "aligned": (-(-blocks * form.block // 4) * 4, blocks, 1 + form.counts_elsewhere),
+        "aligned": (room, -(-room // form.block), 1 + form.counts_elsewhere),
         "tiles": (slots, blocks * form.block + 1, blocks, blocks, 1, 1, problem.experts),
     }[form.kind]
     return {
         name: torch.empty(size, dtype=torch.int32, device=device) for name, size in zip(NAMES[form.kind], sizes, strict=True)
     }
+
+
+def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> tuple[Any, Division, Shape, Shape]:
+    """The module of a launch, who does what in it, and the shapes of its words."""
+    experts, device = problem.experts, bias.device
+    split, kind = config(experts, problem.hidden), None if form is None else form.kind
+    how = division(rows, experts, problem.hidden, _processors(device))
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
+    told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
+    return module, how, (rows, split.slices, 128 * groups(experts)), told
+
+
+def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:
+    """Whether a launch that is captured now would find words; outside of a capture there always are."""
+    if not torch.cuda.is_current_stream_capturing():
+        return True
+    module, _how, sums, told = _launch(problem, rows, bias, form)
+    return words.room(module, bias.device, sums, told)
 
 
 def single(
@@ -105,13 +133,8 @@ def single(
         last = form.first_local + local
         expect(problem.slots <= PLAN_SLOTS, "topk", f"{problem.slots} slots", f"at most {PLAN_SLOTS} of a row, with a plan")
         expect(last <= experts + problem.shared, "locals", f"experts {form.first_local} to {last - 1}", f"experts of {problem}")
-    kind = None if form is None else form.kind
-    split = config(experts, problem.hidden)
     plan = {} if form is None else empty_plan(problem, form, rows, device)
-    how = division(rows, experts, problem.hidden, _processors(device))
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
-    sums_shape = (rows, split.slices, 128 * groups(experts))
-    told_shape = (how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16)
+    module, how, sums_shape, told_shape = _launch(problem, rows, bias, form)
     sums, told = words.take(module, device, sums_shape, told_shape)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)

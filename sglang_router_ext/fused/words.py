@@ -27,21 +27,32 @@ class Pool:
         self._free: torch.Tensor | None = None
         self._owned: dict[tuple[str, int], torch.Tensor] = {}
 
+    def has(self, owner: tuple[str, int], count: int) -> bool:
+        """Whether ``owner`` can have ``count`` words without any being made."""
+        mine = self._owned.get(owner)
+        return (mine is not None and len(mine) >= count) or (self._free is not None and len(self._free) >= _size(owner, count))
+
     def take(self, device: torch.device, owner: tuple[str, int], count: int) -> torch.Tensor:
         """``count`` int32 words of ``owner``, the same ones at every call that needs no more of them."""
         mine = self._owned.get(owner)
         if mine is None or len(mine) < count:
-            size = -(-count // ALIGN) * ALIGN
-            if self._free is None or len(self._free) < size:
-                capturing = owner[0] == "graph"
-                allowed = (
-                    "a launch before it, outside of any capture" if self._free is None else f"at most {RESERVE} words in all"
-                )
-                expect(not capturing, "stream", "single in a CUDA graph's capture, without words left", allowed)
+            size = _size(owner, count)
+            if not self.has(owner, count):
+                none = self._free is None
+                allowed = "a launch before it, outside of any capture" if none else f"at most {RESERVE} words in all"
+                expect(owner[0] != "graph", "stream", "single in a CUDA graph's capture, without words left", allowed)
                 self._free = torch.full((max(RESERVE, size),), EMPTY, dtype=torch.int32, device=device)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()  # other streams take of them too; once
+            assert self._free is not None
             mine, self._free = self._free[:size], self._free[size:]
             self._owned[owner] = mine
         return mine[:count]
+
+
+def _size(owner: tuple[str, int], count: int) -> int:
+    """Words to set aside; twice as many each time for a stream, whose launches come in all sizes."""
+    return max(ALIGN, 1 << (count - 1).bit_length() if owner[0] == "stream" else -(-count // ALIGN) * ALIGN)
 
 
 def reserve(device: torch.device) -> None:
@@ -54,19 +65,35 @@ def reserve(device: torch.device) -> None:
 _pools: dict[torch.device, Pool] = {}
 
 
+def room(module: Any, device: torch.device, sums: tuple[int, ...], told: tuple[int, ...]) -> bool:
+    """Whether the current launch, which is captured, finds words; :func:`take` raises if not."""
+    return _pools.setdefault(device, Pool()).has(owner_of(module, device), _count(sums, told))
+
+
 def take(module: Any, device: torch.device, sums: tuple[int, ...], told: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The words of the current launch: ``sums`` fp32 and ``told`` int32, of these shapes.
 
     ``module`` holds the C++ function ``capture_id``. Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
-    first, second = -(-math.prod(sums) // 4) * 4, math.prod(told)
+    first = _first(sums)
     pool = _pools.setdefault(device, Pool())
-    both = pool.take(device, owner_of(module, device), first + second)
+    both = pool.take(device, owner_of(module, device), _count(sums, told))
     return both[: math.prod(sums)].view(torch.float32).view(sums), both[first:].view(told)
+
+
+def _first(sums: tuple[int, ...]) -> int:
+    return -(-math.prod(sums) // 4) * 4
+
+
+def _count(sums: tuple[int, ...], told: tuple[int, ...]) -> int:
+    return _first(sums) + math.prod(told)
 
 
 def owner_of(module: Any, device: torch.device) -> tuple[str, int]:
     """Which launches the current one shares its words with: those of its graph, or of its stream."""
-    if torch.cuda.is_current_stream_capturing():
-        return "graph", module.capture_id(device.index)
-    return "stream", torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if not torch.cuda.is_current_stream_capturing():
+        return "stream", stream
+    graph = module.capture_id(stream)
+    expect(graph != 0, "stream", "a capture without a graph", "a stream that is captured into one")
+    return "graph", graph

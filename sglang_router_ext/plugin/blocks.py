@@ -1,6 +1,7 @@
 """From a selection to SGLang's expert kernels: the plan that came with the ids takes the place of count and sort.
 
     topk.biased_grouped_topk   -> layer.take_plan    the ids that it returns carry the plan
+    select_experts             -> selected           what it then wrote into the ids makes their plan void
     _map_topk_ids_to_local_experts  -> follow_map    with expert parallelism: what global ids carry goes on with local ones
     moe_align_block_size       -> take_blocks        takes the plan if it answers exactly what is asked, or calls the original
     moe_align_single_token     -> take_row_blocks    the same for one row
@@ -9,7 +10,8 @@ SGLang asks for a block size that depends on the row count, the experts and its 
 the router has run. So a layer learns it: the first call at a row count is SGLang's and shows the block size, later ones have a
 plan of that size. A server runs every captured batch size before it captures it.
 
-Whatever is done to the ids in between makes them another tensor, or raises their version: the plan is not taken then.
+Whatever PyTorch does to the ids in between makes them another tensor, or raises their version: the plan is not taken then.
+Kernels of SGLang's own raise no version; those that write into ids are hooked, and void the plan.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from sglang_router_ext.plugin import counters
 from sglang_router_ext.plugin.counters import HOST
 
 CARRIED = "_router_ext_blocks"
-"""Attribute of an ids tensor: its :class:`Blocks`."""
+"""Attribute of an ids tensor: its :class:`Blocks`, or why they are void (str)."""
 SPAN = "_router_ext_span"
 """Attribute of a map from global to local experts: its version, and what :func:`_span` read."""
 NO_BLOCKS = "ids of no design that plans, or made anew since"
+PADDED, SIMULATED = "padded rows were masked in place", "the routing is simulated"
 NAMES = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
 Forms = dict[int, PlanForm]
@@ -42,6 +45,7 @@ class Blocks(NamedTuple):
     form: PlanForm | None
     plan: dict[str, torch.Tensor] | None  # None, {}: none yet
     version: int  # version counter of the ids when they were made
+    experts: int  # that the router knows, shared ones included
     span: tuple[int, int] | None = None  # ids are those of this rank: its first expert, and how many it has
 
 
@@ -51,6 +55,33 @@ def carry(ids: torch.Tensor, blocks: Blocks) -> None:
         setattr(ids, CARRIED, blocks)
 
 
+def void(ids: torch.Tensor, why: str) -> None:
+    """A plan that ``ids`` carry is not theirs any more."""
+    if ids.__dict__.get(CARRIED) is not None:
+        setattr(ids, CARRIED, why)
+
+
+def selected(original: Callable[..., Any], *args: Any, num_token_non_padded: torch.Tensor | None = None, **options: Any) -> Any:
+    """AROUND select_experts."""
+    output = original(*args, num_token_non_padded=num_token_non_padded, **options)
+    ids = getattr(output, "topk_ids", None)
+    if torch.compiler.is_compiling() or not isinstance(ids, torch.Tensor):
+        return output
+    from sglang.srt.layers.moe.topk import routing_simulation_enabled
+
+    if num_token_non_padded is not None:
+        void(ids, PADDED)
+    elif routing_simulation_enabled():
+        void(ids, SIMULATED)
+    return output
+
+
+def rows_masked(topk_ids: torch.Tensor) -> None:
+    """BEFORE mask_dp_pad_moe_topk_ids."""
+    if not torch.compiler.is_compiling():
+        void(topk_ids, PADDED)
+
+
 def follow_map(
     original: Callable[..., torch.Tensor], topk_ids: torch.Tensor, local_expert_mapping: torch.Tensor
 ) -> torch.Tensor:
@@ -58,10 +89,13 @@ def follow_map(
     local = original(topk_ids, local_expert_mapping)
     if torch.compiler.is_compiling():
         return local
-    carried: Blocks | None = topk_ids.__dict__.get(CARRIED)
-    span = None if carried is None or carried.version != topk_ids._version else _span(local_expert_mapping)
-    if carried is not None and span is not None and not local.is_inference():
-        carry(local, carried._replace(version=local._version, span=span))
+    carried: Blocks | str | None = topk_ids.__dict__.get(CARRIED)
+    if isinstance(carried, str):
+        setattr(local, CARRIED, carried)
+    elif carried is not None and carried.version == topk_ids._version and not local.is_inference():
+        span = _span(local_expert_mapping)
+        if span is not None:
+            carry(local, carried._replace(version=local._version, span=span))
     return local
 
 
@@ -70,6 +104,8 @@ def _span(mapping: torch.Tensor) -> tuple[int, int] | None:
 
     Reads ``mapping`` [experts] once, which waits for the GPU, so not while a graph is captured.
     """
+    if mapping.is_inference():
+        return None
     read: tuple[int, tuple[int, int] | None] | None = mapping.__dict__.get(SPAN)
     if read is None or read[0] != mapping._version:
         if mapping.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -126,7 +162,10 @@ def _take(
     """The plan that ``ids`` carry, or what ``host`` makes of them. ``otherwise``: the contract is another one."""
     if torch.compiler.is_compiling():
         return host()
-    carried: Blocks | None = ids.__dict__.get(CARRIED)
+    carried: Blocks | str | None = ids.__dict__.get(CARRIED)
+    if isinstance(carried, str):
+        counters.count("plan", HOST, carried)
+        return host()
     refusal = _refusal(carried, ids, block, experts, counts_elsewhere, otherwise)
     if refusal is not None:
         counters.count("plan", HOST, refusal)
@@ -147,9 +186,13 @@ def _refusal(
         return "another contract for experts elsewhere"
     if len(ids) > PLAN_ROWS or block not in BLOCKS:
         return f"more than {PLAN_ROWS} rows, or blocks of {block}"
+    if ids._version != carried.version:
+        return "the ids were changed since"
     first, count = carried.span or (0, experts)
     if count != experts:
         return "another number of local experts than the map's"
+    if first + (experts or 0) > carried.experts:
+        return "experts that the router does not know"
     asked = PlanForm(kind="aligned", block=block, first_local=first, locals=experts, counts_elsewhere=counts_elsewhere)
     known = carried.form
     carried.forms[len(ids)] = asked
@@ -157,6 +200,4 @@ def _refusal(
         return "the first call at a row count shows the block size"
     if known != asked:
         return "another block size or other experts than before"
-    if ids._version != carried.version:
-        return "the ids were changed since"
     return None

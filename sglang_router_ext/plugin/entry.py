@@ -78,6 +78,8 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
         preflight.require(demand)
         preflight.require_alike(demand, server_args.nnodes)
         require_live(demand)
+        if server_args.enable_pdmux and demand.backends:  # blocks of `single` wait for one another, on a part of the GPU
+            preflight.stop(demand, ["--enable-pdmux divides the GPU's multiprocessors, which the designs count on"])
         if server_args.enable_torch_compile:
             logger.warning("sglang-router-ext: --enable-torch-compile: compiled layers run SGLang's own router, uncounted")
     original(server_args)

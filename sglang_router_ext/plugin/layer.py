@@ -24,9 +24,9 @@ import torch
 from sglang_router_ext import settings
 from sglang_router_ext.arguments import VECTOR_BYTES
 from sglang_router_ext.choose import Choice
-from sglang_router_ext.contract import DTYPES, PLAN_ROWS, Problem
+from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
-from sglang_router_ext.fused import words
+from sglang_router_ext.fused import single, words
 from sglang_router_ext.plugin import counters, overlap, preflight
 from sglang_router_ext.plugin.blocks import Blocks, Forms, carry
 from sglang_router_ext.plugin.counters import HOST
@@ -41,6 +41,7 @@ HANDOVER = "_router_ext_handover"
 """Attribute of a logits tensor: its :class:`Plan`, or the reason (str) why it has none."""
 
 NOT_LINKED = "gate of a model that the plugin does not link to a selection"
+NO_WORDS = "no words are left for another CUDA graph"
 NO_PLAN = "logits of no linked gate, or changed since"
 
 
@@ -69,6 +70,10 @@ class Kernels:
     def prepare(self, device: torch.device) -> None:
         """Before the first call of a layer whose routes may plan."""
         words.reserve(device)
+
+    def ready(self, choice: Choice, problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:
+        """Whether the design of ``choice`` can run in a capture, if this is one."""
+        return choice.fused is None or not TABLE[choice.fused].plans or single.ready(problem, rows, bias, form)
 
     def route(self, problem: Problem, device: torch.device, **options: Any) -> Route:
         """A bound route for one layer; ``options`` as :class:`Route` takes them."""
@@ -109,6 +114,7 @@ class Layer:
         self.forms: Forms = {}
         self._bound: tuple[Any, ...] | None = None
         self._route: Route | None = None
+        self._spare: Route | None = None
 
     def logits(self, gate: Any, hidden: torch.Tensor, host: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Logits [rows, experts] of ``hidden`` [rows, hidden], by our gate or by ``host``; with a plan where we select."""
@@ -122,6 +128,9 @@ class Layer:
         form = self.forms.get(len(hidden))
         route = self._bind(weight, bias, hidden)
         choice = route.choice(len(hidden), plan=form is not None)
+        if bias is not None and not self.request.executor.ready(choice, route.problem, len(hidden), bias, form):
+            route = self._spare = self._spare or self._route_of(route.problem, hidden.device, dict.fromkeys(_PLAN, NO_WORDS))
+            choice = route.choice(len(hidden), plan=form is not None)
         prefix = self.request.executor.prefix
         logits, ids, weights, plan = route(hidden, weight, bias, form=form)
         if logits is None:
@@ -137,7 +146,11 @@ class Layer:
         assert bias is not None  # a design selects with a bias only
         overlap.mark(hidden)
         design = prefix + choice.selection
-        blocks = Blocks(self.forms, design, form, plan, ids._version) if route.plans(len(hidden)) else None
+        blocks = (
+            Blocks(self.forms, design, form, plan, ids._version, route.problem.experts + route.problem.shared)
+            if route.plans(len(hidden))
+            else None
+        )
         return hand_over(logits, Plan(ids, weights, design, route.problem, bias, logits._version, blocks))
 
     def _refuses(self, gate: Any, hidden: torch.Tensor) -> str | None:
@@ -161,17 +174,15 @@ class Layer:
         key = (hidden.dtype, weight.dtype, tuple(weight.shape), None if bias is None else bias.dtype, hidden.device)
         if self._route is None or key != self._bound:
             problem = problem_of(weight, bias, self.config, hidden.dtype)
-            self._route = self.request.executor.route(
-                problem,
-                hidden.device,
-                backend=self.request.backend,
-                gate=self.request.gate,
-                unavailable=self._elsewhere,
-            )
+            self._route, self._spare = self._route_of(problem, hidden.device, {}), None
             self._bound = key
             if any(self._route.plans(rows) for rows in (1, PLAN_ROWS)):
                 self.request.executor.prepare(hidden.device)
         return self._route
+
+    def _route_of(self, problem: Problem, device: torch.device, without: dict[str, str]) -> Route:
+        asked = {"backend": self.request.backend, "gate": self.request.gate}
+        return self.request.executor.route(problem, device, **asked, unavailable={**self._elsewhere, **without})
 
     def _why(self, choice: Choice, stage: str, rows: int) -> str:
         """Why ``stage`` stays with SGLang: the first reason of each design that could have done it, without the row count."""
@@ -183,6 +194,7 @@ class Layer:
         return "; ".join(f"{name}: {reasons[0].removeprefix(f'{rows} ')}" for name, reasons in losers)
 
 
+_PLAN = tuple(design.name for design in DESIGNS if design.plans)
 _SELECTIONS = tuple(design.name for design in DESIGNS if "selection" in design.stages and design.name != HOST)
 
 

@@ -77,6 +77,9 @@ class Oracle(Kernels):
     def prepare(self, device: torch.device) -> None:
         """The oracle has no words."""
 
+    def ready(self, *_: Any) -> bool:
+        return True
+
     def route(self, problem: Any, device: torch.device, **options: Any) -> Route:
         return OracleRoute(problem, self.gpu, **options)
 

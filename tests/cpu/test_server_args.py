@@ -90,6 +90,7 @@ preflight.detect_gpu = lambda index=None: Gpu("NVIDIA H200", 90)
 preflight.unavailable = dict
 preflight._check_here.cache_clear()
 seen["bf16"] = outcome(lambda: resolved(moe_runner_backend="router_ext"))
+seen["pdmux"] = outcome(lambda: resolved(moe_runner_backend="router_ext", enable_pdmux=True))
 seen["mxfp8"] = outcome(lambda: resolved(moe_runner_backend="router_ext", quantization="mxfp8"))
 preflight.require_alike = lambda demand, nodes: sys.exit(f"{demand} on {nodes}")
 seen["nodes"] = outcome(lambda: resolved(moe_runner_backend="router_ext", nnodes=2))
@@ -256,6 +257,11 @@ def test_experts_are_checked_before_a_process_is_spawned(seen):
     assert seen["mxfp8"][0] == "ContractError"
     assert "SGLang replaces router_ext by flashinfer_trtllm" in seen["mxfp8"][1]
     assert seen["awq"][0] == "UnsupportedExperts"
+
+
+def test_a_divided_gpu_is_refused(seen):
+    kind, text = seen["pdmux"]
+    assert kind == "SystemExit" and "--enable-pdmux divides the GPU's multiprocessors" in text
 
 
 def test_nodes_and_hooks_are_checked_before_a_process_is_spawned(seen):

@@ -48,6 +48,40 @@ def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest
     assert pool.take(CPU, ("graph", 1), 100).data_ptr() == second.data_ptr()
 
 
+def test_a_launch_has_the_words_of_its_stream_or_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        cuda_stream = 7
+
+    class Module:
+        @staticmethod
+        def capture_id(stream: int) -> int:
+            return 10 * stream if stream == 7 else 0
+
+    monkeypatch.setattr(words, "RESERVE", 512)
+    monkeypatch.setattr(words, "_pools", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert words.owner_of(Module, CPU) == ("stream", 7)
+    sums, told = words.take(Module, CPU, (2, 3, 8), (1, 2, 4))
+    assert sums.shape == (2, 3, 8) and told.shape == (1, 2, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert words.owner_of(Module, CPU) == ("graph", 70)
+    assert words.room(Module, CPU, (2, 3, 8), (1, 2, 4))
+    captured, _ = words.take(Module, CPU, (2, 3, 8), (1, 2, 4))
+    assert captured.data_ptr() != sums.data_ptr()
+    assert not words.room(Module, CPU, (2, 3, 64), (1, 2, 4))
+    monkeypatch.setattr(Stream, "cuda_stream", 8)
+    with pytest.raises(ContractError, match=r"^stream: got a capture without a graph"):
+        words.owner_of(Module, CPU)
+
+
+@given(st.integers(1, 128 * 24), st.integers(1, 1024), st.sampled_from(BLOCKS))
+def test_an_aligned_plan_has_the_room_of_sglangs_own(slots: int, local: int, block: int) -> None:
+    room = single.aligned_room(slots, local, block)
+    assert room >= single.most_blocks(slots, local, block) * block
+    assert room >= slots + min(slots, local + 1) * (block - 1)  # what its kernels of padded rows are sized by
+
+
 def test_words_can_be_set_aside_before_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         cuda_stream = 7

@@ -103,6 +103,65 @@ def test_the_ids_of_one_rank_keep_the_plan(host):
     assert reasons("plan")[-1] == "another number of local experts than the map's"
 
 
+def test_rows_that_sglang_masks_in_place_void_the_plan(host):
+    """Its CUDA kernel raises no version, which the CPU's branch does; so the hook must be what speaks."""
+    module, topk = build("router_ext_single")
+    hidden = rows_of(5)
+    for _ in range(2):
+        ids = topk(hidden, module(hidden), num_token_non_padded=torch.tensor([3])).topk_ids
+        ask(host, ids)
+    assert ids[3:].eq(-1).all()
+    assert reasons("plan") == [blocks.PADDED]
+    assert paths().count(("plan", "reference:single")) == 0
+
+
+def test_a_simulated_routing_voids_the_plan(host, monkeypatch):
+    from sglang.srt.layers.moe import topk as sglang_topk
+
+    layer = build("router_ext_single")
+    ask(host, select(5, layer))
+    ids = select(5, layer)
+    monkeypatch.setattr(sglang_topk, "routing_simulation_enabled", lambda: True)
+    output = sglang_topk.StandardTopKOutput(torch.ones(5, 6), ids, torch.ones(5, EXPERTS))
+    assert blocks.selected(lambda *_args, **_options: output) is output
+    ask(host, ids)
+    assert reasons("plan")[-1] == blocks.SIMULATED
+
+
+def test_rows_masked_behind_the_dispatcher_void_the_plan(host):
+    layer, half = build("router_ext_single"), EXPERTS // 2
+    ask(host, mapped(select(5, layer), 0, half), experts=half)
+    ids = mapped(select(5, layer), 0, half)
+    blocks.rows_masked(ids)
+    ask(host, ids, experts=half)
+    assert reasons("plan")[-1] == blocks.PADDED
+    void = select(5, layer)
+    blocks.rows_masked(void)
+    ask(host, mapped(void, 0, half), experts=half)  # and what is made of them
+    assert paths().count(("plan", "reference:single")) == 0
+
+
+def test_a_map_of_inference_mode_has_no_version(host):
+    with torch.inference_mode():
+        mapping = torch.arange(EXPERTS, dtype=torch.int32)
+    ids = select(5, build("router_ext_single"))
+    local = blocks.follow_map(lambda i, m: torch.where(i < 0, -1, m[i.clamp_min(0)]), ids, mapping)
+    assert blocks.CARRIED not in local.__dict__
+
+
+def test_a_capture_without_words_is_given_to_another_design(host, monkeypatch):
+    from sglang_router_ext.plugin import layer as layers
+    from sglang_router_ext.plugin.reference_mode import Oracle
+
+    layer = build("router_ext_single")
+    ask(host, select(5, layer))
+    monkeypatch.setattr(Oracle, "ready", lambda _self, choice, *_: choice.fused != "single")
+    ask(host, select(5, layer))
+    assert reasons("plan")[-1] == blocks.NO_BLOCKS
+    assert paths().count(("selection", "reference:pair")) == 1
+    assert layer[0].__dict__[layers.LINK]._spare.choice(5).losers["single"] == [layers.NO_WORDS]
+
+
 def test_ranks_without_neighbouring_experts_are_not_planned_for(host):
     layer, half = build("router_ext_single"), EXPERTS // 2
     ask(host, mapped(select(5, layer), 0, half, order=-1), experts=half)
@@ -116,7 +175,8 @@ def test_ranks_without_neighbouring_experts_are_not_planned_for(host):
     ("change", "options", "reason"),
     [
         (lambda ids: ids, {"block": 32}, "another block size or other experts than before"),
-        (lambda ids: ids, {"experts": EXPERTS + 1}, "another block size or other experts than before"),
+        (lambda ids: ids, {"experts": EXPERTS - 1}, "another block size or other experts than before"),
+        (lambda ids: ids, {"experts": EXPERTS + 1}, "experts that the router does not know"),
         (lambda ids: ids, {"ignore_invalid_expert": True}, "another contract for experts elsewhere"),
         (lambda ids: ids, {"pad_expert_ids": True}, "another contract for experts elsewhere"),
         (lambda ids: ids, {"block": 24}, "more than 128 rows, or blocks of 24"),
