@@ -132,16 +132,6 @@ inline cudaStream_t stream_of(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
 }
 
-// Which CUDA graph the current stream of CUDA device `device` is captured into; 0: none.
-inline int64_t capture_of(int32_t device) {
-  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
-  check_cuda("capture", error);
-  return status == cudaStreamCaptureStatusActive ? static_cast<int64_t>(id) : 0;
-}
-
 // Launches `kernel` with the PDL attribute, in clusters of (1, cluster, 1) blocks, with `shared` bytes of dynamic shared
 // memory; raises RuntimeError with CUDA's own text.
 template <typename... Formal, typename... Actual>
