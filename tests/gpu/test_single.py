@@ -15,6 +15,7 @@ from sglang_router_ext.bench.inputs import Inputs, random_inputs
 from sglang_router_ext.bench.launch import launch, truth
 from sglang_router_ext.contract import ContractError
 from sglang_router_ext.designs import TABLE
+from sglang_router_ext.fused import words
 
 SINGLE, PROBLEM = TABLE["single"], CASES["glm-5.3-flash"].problem
 TIMES = 200
@@ -48,6 +49,18 @@ def test_two_graphs_of_one_stream_replay_at_once(rows: tuple[int, int]) -> None:
                 graph.replay()
     torch.cuda.synchronize()
     assert [wrong(result, inputs) for _graph, result, inputs in graphs] == [[], []]
+
+
+def test_every_graph_has_words_of_its_own() -> None:
+    stream = torch.cuda.Stream()
+    pools = words._pools
+    device = torch.device("cuda", torch.cuda.current_device())
+    captured(4, stream)
+    before = set(pools[device]._owned)
+    for _ in range(2):
+        captured(4, stream)
+    new = set(pools[device]._owned) - before
+    assert len(new) == 2 and all(kind == "graph" and number > 0 for kind, number in new)
 
 
 def test_a_graph_and_eager_launches_at_once() -> None:
