@@ -15,7 +15,7 @@ from sglang_router_ext.agreement import Planned, Result
 from sglang_router_ext.bench.inputs import Inputs
 from sglang_router_ext.build import BuildError
 from sglang_router_ext.contract import PlanForm, Problem
-from sglang_router_ext.designs import PLAN_STAGE, Design
+from sglang_router_ext.designs import Design
 from sglang_router_ext.reference import Truth
 from sglang_router_ext.route import launcher
 
@@ -49,7 +49,7 @@ def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | N
     if design.stages == ("selection",):
         ids, weights = function(problem, inputs.logits, inputs.bias, num_token_non_padded=inputs.padding)
         return Result(None, ids, weights)
-    if PLAN_STAGE in design.stages:
+    if design.plans:
         *found, plan = function(
             problem, inputs.hidden, inputs.weight, inputs.bias, num_token_non_padded=inputs.padding, form=form
         )

@@ -115,10 +115,15 @@ class OtherRecord(msgspec.Struct, frozen=True):
 Record = BenchRecord | CheckRecord | OtherRecord
 
 
+def other_record(identity: Identity, kind: str, fields: dict[str, Any]) -> OtherRecord:
+    record = decode(msgspec.json.encode(msgspec.structs.asdict(identity) | {"kind": kind} | fields))
+    assert isinstance(record, OtherRecord)
+    return record
+
+
 def soak_record(identity: Identity, design: str, case: str, found: Sequence[Any], source_hash: str) -> OtherRecord:
     """A ``soak`` as a record; ``found`` as ``bench/soak.py`` gives it. A newer one takes an older one's place."""
-    body = msgspec.structs.asdict(identity) | {
-        "kind": "soak",
+    body = {
         "design": design,
         "case": case,
         "rows": [one.rows for one in found],
@@ -128,9 +133,7 @@ def soak_record(identity: Identity, design: str, case: str, found: Sequence[Any]
         "seconds": [round(one.seconds, 1) for one in found],
         "sources": [source_hash],
     }
-    found_record = decode(msgspec.json.encode(body))
-    assert isinstance(found_record, OtherRecord)
-    return found_record
+    return other_record(identity, "soak", body)
 
 
 def new_run(gpu: str) -> Identity:

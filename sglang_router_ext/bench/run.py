@@ -122,7 +122,7 @@ def _ours(batch: Batch, gpu: Gpu | None, line: dict[str, Any]) -> Iterator[_Cand
             yield Line(**line, design=design.name, stages="+".join(design.stages), ours=True, missing=text)
         else:
             yield candidate(design, lambda design=design: launch(design, problem, inputs))
-            if PLAN_STAGE in design.stages:
+            if design.plans:
                 alone = msgspec.structs.replace(design, stages=STAGES)
                 yield candidate(alone, lambda design=design: launch(design, problem, inputs, None))
     runnable = [design for design in table if not refused[design.name]]

@@ -1,10 +1,12 @@
-"""``demo``: stock SGLang and the plugin side by side."""
+"""``demo`` and ``serve-bench``: stock SGLang and the plugin side by side."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import signal
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -13,10 +15,35 @@ from sglang_router_ext import demo as demonstration
 from sglang_router_ext import settings
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
 
+if TYPE_CHECKING:
+    from sglang_router_ext.demo.cpu import CpuReport
+    from sglang_router_ext.demo.launches import LaunchReport
+    from sglang_router_ext.demo.serve import ServeReport
+
 
 def _stop(*_: object) -> None:
     """End the command, so that engines and temporary files go with it. Not by typer's Exit: an Exception may be caught."""
     raise SystemExit(128 + signal.SIGTERM)
+
+
+def _report(name: str, run: Callable[..., CpuReport | ServeReport | LaunchReport], *, as_json: bool) -> None:
+    """Do ``run`` with progress and show what comes of it. Ends the command: status 1 where something does not agree."""
+    from sglang_router_ext.demo.worker import EngineFailed
+
+    signal.signal(signal.SIGTERM, _stop)
+    with Ticker(name) as ticker:
+        try:
+            report = run(say=ticker.say)
+        except EngineFailed as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+    if as_json:
+        print_json({**msgspec.to_builtins(report), "agrees": report.agrees})
+    else:
+        from sglang_router_ext.demo.show import show
+
+        show(report, console())
+    raise typer.Exit(0 if report.agrees else 1)
 
 
 @app.command()
@@ -37,33 +64,19 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
-    from sglang_router_ext.demo.worker import EngineFailed
-
     if not settings.read().enabled:
         typer.echo("SGLANG_ROUTER_EXT=0 does not hold here: the demo runs SGLang with the plugin and without it", err=True)
-    signal.signal(signal.SIGTERM, _stop)
-    with Ticker("demo") as ticker:
-        try:
-            report = demonstration.run(
-                layers=layers,
-                moe_intermediate=moe_intermediate,
-                backend=backend,
-                fp8=fp8,
-                keep=keep,
-                in_memory=in_memory,
-                record=record,
-                say=ticker.say,
-            )
-        except EngineFailed as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
-    if as_json:
-        print_json({**msgspec.to_builtins(report), "agrees": report.agrees})
-    else:
-        from sglang_router_ext.demo.show import show
-
-        show(report, console())
-    raise typer.Exit(0 if report.agrees else 1)
+    call = functools.partial(
+        demonstration.run,
+        layers=layers,
+        moe_intermediate=moe_intermediate,
+        backend=backend,
+        fp8=fp8,
+        keep=keep,
+        in_memory=in_memory,
+        record=record,
+    )
+    _report("demo", call, as_json=as_json)
 
 
 @app.command()
@@ -82,29 +95,15 @@ def serve_bench(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Launch stock SGLang and backends of ours several times in mixed order, and compare the time of a decode step."""
-    from sglang_router_ext.demo.worker import EngineFailed
-
-    signal.signal(signal.SIGTERM, _stop)
-    with Ticker("serve-bench") as ticker:
-        try:
-            report = demonstration.launch(
-                layers=layers,
-                moe_intermediate=moe_intermediate,
-                backends=backend or [demonstration.BACKEND],
-                launches=launches,
-                fp8=fp8,
-                keep=keep,
-                in_memory=in_memory,
-                record=record,
-                say=ticker.say,
-            )
-        except EngineFailed as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
-    if as_json:
-        print_json({**msgspec.to_builtins(report), "agrees": report.agrees})
-    else:
-        from sglang_router_ext.demo.show import show
-
-        show(report, console())
-    raise typer.Exit(0 if report.agrees else 1)
+    call = functools.partial(
+        demonstration.launch,
+        layers=layers,
+        moe_intermediate=moe_intermediate,
+        backends=backend or [demonstration.BACKEND],
+        launches=launches,
+        fp8=fp8,
+        keep=keep,
+        in_memory=in_memory,
+        record=record,
+    )
+    _report("serve-bench", call, as_json=as_json)

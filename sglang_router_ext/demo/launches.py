@@ -8,21 +8,31 @@ the order, and a launch is one measurement.
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sglang_router_ext.bench.record import OtherRecord, decode, new_run
-from sglang_router_ext.contract import expect
+from sglang_router_ext.bench.record import OtherRecord
 from sglang_router_ext.demo import checkpoint, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
-from sglang_router_ext.demo.compare import Run, Yardstick, compare, yardstick
+from sglang_router_ext.demo.compare import Run, Yardstick
 from sglang_router_ext.demo.engine import Change, Profile, Time, Tokens
 from sglang_router_ext.demo.pace import Spread, spread
-from sglang_router_ext.demo.serve import BATCHES, SEQUENCES, STOCK, Judged, engine_bytes, engine_plan, folder, hold_against
+from sglang_router_ext.demo.serve import (
+    BATCHES,
+    SEQUENCES,
+    STOCK,
+    Judged,
+    among_stock,
+    engine_plan,
+    folder,
+    free_memory,
+    hold_all_against,
+    model_path,
+    served_record,
+)
 from sglang_router_ext.demo.trace import RouterTime
 from sglang_router_ext.demo.worker import Worker
 
@@ -86,20 +96,13 @@ def run(
 
     started = time.monotonic()
     model = checkpoint.config(size)
-    free, _total = torch.cuda.mem_get_info()
-    need = engine_bytes(model)
-    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
+    free = free_memory(size, model)
     variants = [STOCK, *backends]
     done: list[Launch] = []
     runs: dict[str, dict[int, Run]] = {}
     router: dict[str, dict[int, RouterTime | None]] = {}
     with folder(keep) as work:
-        if in_memory:
-            path = work / "model"
-            path.mkdir(exist_ok=True)
-            (path / "config.json").write_text(json.dumps(model))
-        else:
-            path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
+        path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
         order = mixed(variants, launches)
         for number, name in enumerate(order, 1):
             place = work / f"{number}-{name}"
@@ -111,13 +114,8 @@ def run(
                 runs[name], files = found
                 router[name] = {batch: trace.router_time([trace.kernels(file)]) for batch, file in files.items()}
     stock = runs[STOCK]
-    pairs = [(one, other) for i, one in enumerate(BATCHES) for other in BATCHES[i + 1 :]]
-    measure = yardstick([compare(stock[one], stock[other]) for one, other in pairs])
-    same = [
-        hold_against(f"{name} against stock, {batch} at a time", stock[batch], runs[name][batch], measure)
-        for name in backends
-        for batch in BATCHES
-    ]
+    measure = among_stock(stock)
+    same = [one for name in backends for one in hold_all_against(name, stock, runs[name], measure)]
     seconds = time.monotonic() - started
     problem = str(checkpoint.problem(model))
     return LaunchReport(torch.cuda.get_device_name(), problem, size, variants, done, router, measure, same, seconds)
@@ -142,20 +140,9 @@ def _launch(worker: Worker, *, in_memory: bool, first: bool) -> tuple[Launch, tu
 
 def record_of(report: LaunchReport) -> OtherRecord:
     """The times of a report as a line of ``records/``. What was measured stands in its texts and whole numbers alone."""
-    body = msgspec.to_builtins(new_run(report.gpu)) | {
-        "kind": RECORD_KIND,
-        "problem": report.problem,
-        "moe_layers": len(report.size.moe_layers),
-        "moe_intermediate": report.size.moe_intermediate,
-        "experts": "fp8" if report.size.fp8 else "bf16",
+    found = {
         "backends": " ".join(report.variants[1:]),
         "launches": [msgspec.to_builtins(launch, str_keys=True) for launch in report.launches],
         "router": msgspec.to_builtins(report.router, str_keys=True),
-        "tokens": [
-            {"what": one.what, "equal": one.found.equal, "sequences": one.found.sequences, "against": one.against}
-            for one in report.same
-        ],
     }
-    record = decode(msgspec.json.encode(body))
-    assert isinstance(record, OtherRecord)
-    return record
+    return served_record(RECORD_KIND, report.gpu, report.problem, report.size, report.same, found)

@@ -7,15 +7,17 @@ on the machine hits both; where it does not, one runs after the other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from sglang_router_ext.bench.record import OtherRecord, decode, new_run
+from sglang_router_ext.bench.record import OtherRecord, new_run, other_record
 from sglang_router_ext.contract import expect
 from sglang_router_ext.demo import checkpoint, pace, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
@@ -162,16 +164,9 @@ def run(
 
     started = time.monotonic()
     model = checkpoint.config(size)
-    free, _total = torch.cuda.mem_get_info()
-    need = engine_bytes(model)
-    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
+    free = free_memory(size, model)
     with folder(keep) as work:
-        if in_memory:
-            path = work / "model"
-            path.mkdir(exist_ok=True)
-            (path / "config.json").write_text(json.dumps(model))
-        else:
-            path = checkpoint.write(size, checkpoint.folder(size) if keep is None else work / "checkpoint", say)
+        path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
         together = fits_twice(model, free)
         workers = [
             Worker(name, engine_plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
@@ -198,6 +193,28 @@ def run(
         changed,
         time.monotonic() - started,
     )
+
+
+def free_memory(size: Size, model: dict) -> int:
+    """Free bytes of the GPU; refuses if an engine needs more."""
+    import torch
+
+    free, _total = torch.cuda.mem_get_info()
+    need = engine_bytes(model)
+    expect(free >= need, "free GPU memory", f"{free / 1e9:.1f} GB", f"at least {need / 1e9:.1f} GB for {size.layers} layers")
+    return free
+
+
+def model_path(
+    size: Size, model: dict, work: pathlib.Path, say: Callable[[str], None], *, keep: bool, in_memory: bool
+) -> pathlib.Path:
+    """What engines load: the configuration alone, or a checkpoint, which is written if need be."""
+    if not in_memory:
+        return checkpoint.write(size, work / "checkpoint" if keep else checkpoint.folder(size), say)
+    path = work / "model"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(model))
+    return path
 
 
 @contextlib.contextmanager
@@ -320,25 +337,30 @@ def _served(outcome: Outcome) -> Served:
 
 def record_of(report: ServeReport) -> OtherRecord:
     """The times of a report as a line of ``records/``. What was measured stands in its texts and whole numbers alone."""
-    body = msgspec.to_builtins(new_run(report.gpu)) | {
-        "kind": RECORD_KIND,
-        "problem": report.problem,
-        "moe_layers": len(report.size.moe_layers),
-        "moe_intermediate": report.size.moe_intermediate,
-        "experts": "fp8" if report.size.fp8 else "bf16",
+    found = {
         "backend": report.backend,
         "weights": "demo",
         "how": {"together": report.together},
         "served": msgspec.to_builtins(report.served, str_keys=True),
         "slower": report.slower,
-        "tokens": [
-            {"what": judged.what, "equal": judged.found.equal, "sequences": judged.found.sequences, "against": judged.against}
-            for judged in (*report.same, *report.changed)
-        ],
     }
-    record = decode(msgspec.json.encode(body))
-    assert isinstance(record, OtherRecord)
-    return record
+    return served_record(RECORD_KIND, report.gpu, report.problem, report.size, [*report.same, *report.changed], found)
+
+
+def served_record(
+    kind: str, gpu: str, problem: str, size: Size, tokens: Sequence[Judged], found: dict[str, Any]
+) -> OtherRecord:
+    """A line about engines that served a model of ``size``: which model, how their tokens compare, and what was ``found``."""
+    model = {
+        "problem": problem,
+        "moe_layers": len(size.moe_layers),
+        "moe_intermediate": size.moe_intermediate,
+        "experts": "fp8" if size.fp8 else "bf16",
+    }
+    compared = [
+        {"what": one.what, "equal": one.found.equal, "sequences": one.found.sequences, "against": one.against} for one in tokens
+    ]
+    return other_record(new_run(gpu), kind, model | found | {"tokens": compared})
 
 
 def hold_against(what: str, one: Run, other: Run, measure: Yardstick) -> Judged:
@@ -349,14 +371,20 @@ def hold_against(what: str, one: Run, other: Run, measure: Yardstick) -> Judged:
     return Judged(what, found, against + verdict(found, measure))
 
 
-def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
-    sizes = sorted(stock.runs)
-    pairs = [(one, other) for i, one in enumerate(sizes) for other in sizes[i + 1 :]]
-    measure = yardstick([compare(stock.runs[one], stock.runs[other]) for one, other in pairs])
+def among_stock(runs: dict[int, Run]) -> Yardstick:
+    """How far stock runs of different batch sizes are from each other."""
+    return yardstick([compare(runs[one], runs[other]) for one, other in itertools.combinations(sorted(runs), 2)])
 
-    same = [
-        hold_against(f"{backend} against stock, {size} at a time", stock.runs[size], ours.runs[size], measure) for size in sizes
+
+def hold_all_against(backend: str, stock: dict[int, Run], ours: dict[int, Run], measure: Yardstick) -> list[Judged]:
+    return [
+        hold_against(f"{backend} against stock, {size} at a time", stock[size], ours[size], measure) for size in sorted(stock)
     ]
+
+
+def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
+    measure = among_stock(stock.runs)
+    same = hold_all_against(backend, stock.runs, ours.runs, measure)
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [

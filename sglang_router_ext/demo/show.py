@@ -91,12 +91,16 @@ def _show_launches(report: LaunchReport, console: Console) -> None:
     for batch in report.router[STOCK]:
         table.add_row(str(batch), *(_router(report.router[name][batch]) for name in report.variants))
     console.print(table)
-    table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
-    for judged in report.same:
-        table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))
-    console.print(table)
+    console.print(_tokens(report.same))
     for judged in report.same:
         _show_differences(judged, console)
+
+
+def _tokens(same: list[Judged]) -> Table:
+    table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
+    for judged in same:
+        table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))
+    return table
 
 
 def _show_serve(report: ServeReport, console: Console) -> None:
@@ -105,9 +109,7 @@ def _show_serve(report: ServeReport, console: Console) -> None:
     console.print(f"Engine starts: {starts}")
     _show_clock(report, console)
     _show_gpu(report, console)
-    table = Table("comparison", "equal sequences", "largest shift", "verdict", title_justify="left", title="Greedy tokens")
-    for judged in report.same:
-        table.add_row(judged.what, *_counts(judged), _verdict(judged, wanted_equal=True))
+    table = _tokens(report.same)
     noticed, followed = report.changed
     table.add_row(noticed.what, *_counts(noticed), _verdict(noticed, wanted_equal=False))
     table.add_row(followed.what, *_counts(followed), _verdict(followed, wanted_equal=True))

@@ -163,25 +163,24 @@ def _take(
     if torch.compiler.is_compiling():
         return host()
     carried: Blocks | str | None = ids.__dict__.get(CARRIED)
-    if isinstance(carried, str):
-        counters.count("plan", HOST, carried)
-        return host()
     refusal = _refusal(carried, ids, block, experts, counts_elsewhere, otherwise)
     if refusal is not None:
         counters.count("plan", HOST, refusal)
         return host()
-    assert carried is not None and carried.plan is not None
+    assert isinstance(carried, Blocks) and carried.plan is not None
     counters.count("plan", carried.design)
     sorted_token_ids, expert_ids, num_tokens_post_padded = (carried.plan[name] for name in NAMES)
     return sorted_token_ids, expert_ids, num_tokens_post_padded
 
 
 def _refusal(
-    carried: Blocks | None, ids: torch.Tensor, block: int, experts: int | None, counts_elsewhere: bool, otherwise: bool
+    carried: Blocks | str | None, ids: torch.Tensor, block: int, experts: int | None, counts_elsewhere: bool, otherwise: bool
 ) -> str | None:
     """Why the plan that ``ids`` carry is not taken, or None. Notes what was asked for."""
     if carried is None:
         return NO_BLOCKS
+    if isinstance(carried, str):
+        return carried
     if otherwise:
         return "another contract for experts elsewhere"
     if len(ids) > PLAN_ROWS or block not in BLOCKS:
