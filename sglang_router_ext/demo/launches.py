@@ -2,7 +2,8 @@
 
 Within one launch the time of a decode step repeats well; between two launches of the same engine it differs more, by where
 memory came to lie and by what else the machine did. So every variant is launched several times, each time at another place of
-the order, and a launch is one measurement.
+the order, and a launch is one measurement. A start takes most of a minute, so the engines of a round start together where
+memory allows; they are timed one after the other, and an engine that waits sleeps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -27,6 +28,7 @@ from sglang_router_ext.demo.serve import (
     Judged,
     among_stock,
     engine_plan,
+    fits,
     folder,
     free_memory,
     hold_all_against,
@@ -104,15 +106,24 @@ def run(
     with folder(keep) as work:
         path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
         order = mixed(variants, launches)
-        for number, name in enumerate(order, 1):
-            place = work / f"{number}-{name}"
-            worker = Worker(name, engine_plan(name, path, model, place, free, in_memory=in_memory), say, plugin=name != STOCK)
-            say(f"launch {number} of {len(order)}: {name}")
-            launch, found = _launch(worker, in_memory=in_memory, first=name not in runs)
-            done.append(launch)
-            if found is not None:
-                runs[name], files = found
-                router[name] = {batch: trace.router_time([trace.kernels(file)]) for batch, file in files.items()}
+        at_once = len(variants) if fits(len(variants), model, free) else 1
+        for first in range(0, len(order), at_once):
+            numbered = list(enumerate(order[first : first + at_once], first + 1))
+            say(f"launch {' and '.join(f'{number} ({name})' for number, name in numbered)} of {len(order)}")
+            workers = [
+                Worker(
+                    name,
+                    engine_plan(name, path, model, work / f"{n}-{name}", free, in_memory=in_memory),
+                    say,
+                    plugin=name != STOCK,
+                )
+                for n, name in numbered
+            ]
+            for launch, found in _launch(workers, in_memory=in_memory, new=set(variants) - set(runs)):
+                done.append(launch)
+                if found is not None:
+                    runs[launch.variant], files = found
+                    router[launch.variant] = {b: trace.router_time([trace.kernels(file)]) for b, file in files.items()}
     stock = runs[STOCK]
     measure = among_stock(stock)
     same = [one for name in backends for one in hold_all_against(name, stock, runs[name], measure)]
@@ -121,21 +132,27 @@ def run(
     return LaunchReport(torch.cuda.get_device_name(), problem, size, variants, done, router, measure, same, seconds)
 
 
-def _launch(worker: Worker, *, in_memory: bool, first: bool) -> tuple[Launch, tuple[dict[int, Run], dict[int, str]] | None]:
-    """One launch; the ``first`` of a variant also shows tokens and a profile, by batch size."""
+def _launch(
+    workers: list[Worker], *, in_memory: bool, new: set[str]
+) -> Iterator[tuple[Launch, tuple[dict[int, Run], dict[int, str]] | None]]:
+    """Start ``workers`` together and time one after the other. Those that are ``new`` also show tokens and a profile, by batch
+    size.
+    """
     with contextlib.ExitStack() as stack:
-        stack.callback(worker.kill)
-        worker.start()
-        start_s = worker.wait_ready()
-        if in_memory:
-            worker.ask(Change(weights.DRAW), type(None))
-        found = None
-        if first:
-            tokens = {batch: worker.ask(Tokens(batch, min(SEQUENCES, 16 * batch)), Run) for batch in BATCHES}
-            found = tokens, {batch: worker.ask(Profile(batch), str) for batch in BATCHES}
-        steps = {batch: spread([worker.ask(Time(batch), float) for _ in range(ROUNDS)]) for batch in BATCHES}
-        worker.finish()
-    return Launch(worker.name, start_s, steps), found
+        for worker in workers:
+            stack.callback(worker.kill)
+            worker.start()
+        started = {worker: worker.wait_ready() for worker in workers}
+        for worker, start_s in started.items():
+            if in_memory:
+                worker.ask(Change(weights.DRAW), type(None))
+            found = None
+            if worker.name in new:
+                tokens = {batch: worker.ask(Tokens(batch, min(SEQUENCES, 16 * batch)), Run) for batch in BATCHES}
+                found = tokens, {batch: worker.ask(Profile(batch), str) for batch in BATCHES}
+            steps = {batch: spread([worker.ask(Time(batch), float) for _ in range(ROUNDS)]) for batch in BATCHES}
+            worker.finish()
+            yield Launch(worker.name, start_s, steps), found
 
 
 def record_of(report: LaunchReport) -> OtherRecord:

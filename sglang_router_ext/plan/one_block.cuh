@@ -80,7 +80,7 @@ struct alignas(16) PlanMemory {
   static_assert(kPlanSlots <= kWarp && kExperts % kWarp == 0);
   alignas(16) uint32_t rows_of[kWarp * kGroups][kPlanRows / 32];  // bit per row, by local expert
   alignas(16) uint32_t present[(kGroups + 3) / 4 * 4];            // bit per local expert that has a slot
-  uint32_t counted[kWarp * kGroups];                              // blocks of a group's experts before it
+  int counted[kWarp * kGroups];                                   // blocks of a group's experts before it
   int blocks_before[kGroups + 1];             // in all groups before; those of slots elsewhere are before all
   alignas(16) uint32_t elsewhere[kPlanRows];  // bit per slot of a row
   int elsewhere_before[kPlanRows + 1];        // slots in the rows before
@@ -218,6 +218,11 @@ __device__ __forceinline__ void count_elsewhere(const PlanParams& params, PlanMe
   }
 }
 
+// The bits below number `bit`, which may be outside of the word.
+__device__ __forceinline__ uint32_t below(int bit) {
+  return ~__funnelshift_lc(0u, ~0u, max(bit, 0));
+}
+
 // The threads of a block that plan, whole warps; the others are busy otherwise.
 struct Hands {
   int thread, threads;
@@ -247,7 +252,6 @@ template <PlanFormat kFormat, int kExperts>
 __device__ __forceinline__ void count_blocks(const PlanParams& params, PlanMemory<kExperts>& memory, const Hands& hands) {
   constexpr int kGroups = PlanMemory<kExperts>::kGroups;
   const int warp = hands.thread / kWarp, warps = hands.threads / kWarp, lane = hands.thread % kWarp;
-  const unsigned below = (1u << lane) - 1;
 #pragma unroll 1
   for (int group = warp; group * kWarp < params.locals; group += warps) {
     const int local = group * kWarp + lane;
@@ -256,7 +260,7 @@ __device__ __forceinline__ void count_blocks(const PlanParams& params, PlanMemor
     unsigned need = __ballot_sync(kAllLanes, count > 0);
 #pragma unroll 1
     for (int filled = params.block.value; need != 0; filled += params.block.value) {
-      before += __popc(need & below);
+      before += __popc(need & below(lane));
       all += __popc(need);
       need = __ballot_sync(kAllLanes, count > filled);
     }
@@ -269,21 +273,45 @@ __device__ __forceinline__ void count_blocks(const PlanParams& params, PlanMemor
   if (warp == warps - 1) count_elsewhere<kFormat>(params, memory, lane);
 }
 
-// Of a flat plan: the local experts before number `local` that have a slot.
-template <int kExperts>
-__device__ __forceinline__ int experts_before(const PlanMemory<kExperts>& memory, int local) {
-  int before = 0;
+// A slot's place in the plan.
+struct Place {
+  int block, rank, count;  // its expert's first block, the expert's slots before it, and in all
+};
+
+// Of a flat plan; a whole warp. The kLanes lanes of a slot share the words, and add up what they found in one number.
+template <int kLanes, int kExperts>
+__device__ __forceinline__ Place flat_place(const PlanMemory<kExperts>& memory, int local, int row, int part) {
+  static_assert(kLanes == kPlanRows / 32 && kPlanRows < 1 << 9 && kExperts + kWarp < 1 << 13);
+  const uint32_t rows = memory.rows_of[local][part];
+  int found = __popc(rows) | __popc(rows & below(row - 32 * part)) << 9;
 #pragma unroll
-  for (int i = 0; i < PlanMemory<kExperts>::kGroups; i += 4) {
+  for (int i = 4 * part; i < PlanMemory<kExperts>::kGroups; i += 4 * kLanes) {
     const uint4 four = *reinterpret_cast<const uint4*>(memory.present + i);
-    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int bits = local - kWarp * (i + j);  // of the word, that are before
-      before += __popc(bits >= kWarp ? words[j] : bits > 0 ? words[j] & ((1u << bits) - 1) : 0u);
-    }
+    const int bit = local - kWarp * i;
+    found += (__popc(four.x & below(bit)) + __popc(four.y & below(bit - 32))) << 18;
+    found += (__popc(four.z & below(bit - 64)) + __popc(four.w & below(bit - 96))) << 18;
   }
-  return before;
+#pragma unroll
+  for (int apart = 1; apart < kLanes; apart *= 2) found += __shfl_xor_sync(kAllLanes, found, apart);
+  return {found >> 18, found >> 9 & 0x1ff, found & 0x1ff};
+}
+
+// Of any plan, from the tables. local: -1 elsewhere.
+template <int kExperts>
+__device__ __forceinline__ Place counted_place(const PlanMemory<kExperts>& memory, int local, int row, int k) {
+  if (local < 0) {
+    const int rank = memory.elsewhere_before[row] + __popc(memory.elsewhere[row] & below(k));
+    return {0, rank, memory.elsewhere_before[kPlanRows]};
+  }
+  const uint4 rows = *reinterpret_cast<const uint4*>(memory.rows_of[local]);
+  const uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w};
+  Place place{memory.blocks_before[local / kWarp] + memory.counted[local], 0, 0};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    place.rank += __popc(words[w] & below(row - 32 * w));
+    place.count += __popc(words[w]);
+  }
+  return place;
 }
 
 // This planner's share of the output, once all slots are added and, but for a flat plan, the tables are there. A slot has
@@ -293,59 +321,39 @@ __device__ __forceinline__ void write_plan(
     const PlanParams& params, const PlanMemory<kExperts>& memory, int planner, const Hands& hands, bool flat, bool emptied) {
   constexpr int kGroups = PlanMemory<kExperts>::kGroups, kLanes = 4;
   constexpr bool kAligned = kFormat == PlanFormat::kAligned;
-  const int slots = params.rows * params.slots.value, part = hands.thread % kLanes;
+  const int slots = params.rows * params.slots.value, part = hands.thread % kLanes, lane = hands.thread % kWarp;
   const int step = params.planners * (hands.threads / kLanes);
 #pragma unroll 1
-  for (int slot = planner + params.planners * (hands.thread / kLanes); slot < slots; slot += step) {
-    const int local = memory.local_of[slot], row = params.slots.quotient(slot);
-    int first = 0, rank, count;
-    if (local >= 0) {
-      const uint4 rows = *reinterpret_cast<const uint4*>(memory.rows_of[local]);
-      const uint32_t words[4] = {rows.x, rows.y, rows.z, rows.w}, partial = (1u << row % 32) - 1;
-      rank = count = 0;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const uint32_t before = row / 32 > w ? ~0u : row / 32 == w ? partial : 0u;
-        rank += __popc(words[w] & before);
-        count += __popc(words[w]);
-      }
-      if (flat) {
-        first = experts_before(memory, local);
-      } else {
-        first = memory.blocks_before[local / kWarp] + static_cast<int>(memory.counted[local]);
-      }
-    } else {
-      if constexpr (!kAligned) {
-        store_if(part == 0, params.slot_to_place + slot, -1);
-        continue;
-      }
-      const int k = slot - row * params.slots.value;
-      rank = memory.elsewhere_before[row] + __popc(memory.elsewhere[row] & ((1u << k) - 1));
-      count = memory.elsewhere_before[kPlanRows];
+  for (int first = planner + params.planners * ((hands.thread - lane) / kLanes); first < slots; first += step) {
+    const int slot = first + params.planners * (lane / kLanes), row = params.slots.quotient(slot);
+    const bool mine = slot < slots, writes = mine && part == 0;
+    const int local = mine ? memory.local_of[slot] : 0;
+    if (!flat && (!mine || (!kAligned && local < 0))) {
+      if constexpr (!kAligned) store_if(writes, params.slot_to_place + slot, -1);
+      continue;
     }
-    const int of_expert = params.block.quotient(rank), block = first + of_expert;
-    const int begin = block * params.block.value, place = begin + rank - of_expert * params.block.value;
-    if constexpr (kAligned) {
-      store_if(part == 0, params.sorted_slots + place, slot);
-    } else {
-      store_if(part == 0, params.slot_to_place + slot, place);
-      store_if(part == 0, params.place_to_row + place, row);
-    }
+    const Place at = flat ? flat_place<kLanes>(memory, local, row, part)
+                          : counted_place(memory, local, row, slot - row * params.slots.value);
+    const int of_expert = params.block.quotient(at.rank), block = at.block + of_expert;
+    const int begin = block * params.block.value, place = begin + at.rank - of_expert * params.block.value;
     const bool opens = place == begin;
-    const int inside = min(count - rank, params.block.value);
+    const int inside = min(at.count - at.rank, params.block.value);
     if constexpr (kAligned) {
-      store_if(opens && part == 0, params.block_experts + block, local);
+      store_if(writes, params.sorted_slots + place, slot);
+      store_if(writes && opens, params.block_experts + block, local);
     } else {
-      store_if(opens && part == 0, params.tile_experts + block, local);
-      store_if(opens && part == 0, params.tile_ends + block, begin + inside);
+      store_if(writes, params.slot_to_place + slot, place);
+      store_if(writes, params.place_to_row + place, row);
+      store_if(writes && opens, params.tile_experts + block, local);
+      store_if(writes && opens, params.tile_ends + block, begin + inside);
     }
     if (emptied) continue;
 #pragma unroll 1
     for (int i = inside + part; i < params.block.value; i += kLanes) {
       if constexpr (kAligned) {
-        store_if(opens, params.sorted_slots + (begin + i), slots);
+        store_if(mine && opens, params.sorted_slots + (begin + i), slots);
       } else {
-        store_if(opens, params.place_to_row + (begin + i), -1);
+        store_if(mine && opens, params.place_to_row + (begin + i), -1);
       }
     }
   }
