@@ -98,6 +98,32 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// 16 bytes of shared memory. Volatile, so that all of a thread's loads are under way before the first is used.
+__device__ __forceinline__ uint4 load_four_shared(const void* address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared_address(address))
+               : "memory");
+  return value;
+}
+
+// 16 bytes from device to shared memory, past the L1; they are there for this thread once wait_for_copies says so.
+__device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Ends a group of copies; it may be empty.
+__device__ __forceinline__ void close_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until at most kLeft groups of this thread's copies are under way.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
 // A barrier in shared memory that opens when the bytes that are expected of it have come. One thread arrives.
 __device__ __forceinline__ void init_arrival(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");

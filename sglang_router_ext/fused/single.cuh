@@ -14,7 +14,9 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
+#include "../gate/halved_rows.cuh"
 #include "../gate/small_rows.cuh"
 #include "../plan/one_block.cuh"
 #include "../selection/warp_select.cuh"
@@ -27,10 +29,18 @@ struct alignas(16) ConsumerMemory {
   PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
 };
 
-// Of a block, which is one or the other.
-template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
+// More than 16 rows: whether two blocks halve a slice.
+template <int kWarps, bool kExact, RowCount kCount>
+inline constexpr bool kHalved = kExact && kWarps % 4 == 0 && kWarps < 30 && kCount == RowCount::kMany;
+
+// Of a block, which is one or the other, or first one and then the other.
+template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
 union SingleMemory {
-  GateMemory<kWarps, kTiles, kCount, false> producer;
+  std::conditional_t<
+      kHalved<kWarps, kExact, kCount>,
+      HalvedMemory<kWarps, kTiles, kDepth>,
+      GateMemory<kWarps, kTiles, kCount, false>>
+      producer;
   ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
@@ -40,12 +50,18 @@ struct SingleParams {
   PlanParams plan;
   Divisor consumers;           // number b has the rows b, b + consumers, ..
   int columns, tiles_of_rows;  // producers: columns of experts, and how many share the rows of one
-  bool consumers_first;
+  int before_consumers;        // blocks before the first consumer's
+  int producers;               // the first of these blocks, or, where consumers are the first, the last
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
-__device__ __forceinline__ void consume(const SingleParams& params, Memory& memory, int block) {
+template <int kWarps, int kSlices, int kHalves, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
+  // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
+  const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
+  Memory& memory = *static_cast<Memory*>(__cvta_shared_to_generic(address));
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+  const int lane = __shfl_sync(kAllLanes, threadIdx.x % kWarp, threadIdx.x % kWarp), team = warp / kTeam;
   constexpr int kThreads = kWarps * kWarp;
   constexpr bool kPlan = kFormat != PlanFormat::kNone;
   const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
@@ -56,15 +72,9 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     clear_plan<kThreads>(memory.plan);
     __syncthreads();
   }
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, team = warp / kTeam;
   // A consumer has rows of all tiles, so that some are selected before the last ones come.
   const int row = block + team * params.consumers.value;
   const int rows_here = params.consumers.quotient(params.select.rows - block + params.consumers.value - 1);
-  if (params.select.rows > 16) {
-    // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
-    wait_for_producer();
-    __nanosleep(1000);
-  }
   const bool has_row = team < rows_here;
   const int idle = kWarps - kTeam * rows_here;  // warps; with one planner they empty all places ahead
   const bool emptied = plan.planners == 1 && idle > 0;
@@ -85,7 +95,8 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
+      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector, kHalves>(
+          params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
       select(plan_row);
@@ -127,24 +138,30 @@ template <
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
-  extern __shared__ __align__(16) unsigned char memory[];
-  const int producers = gridDim.x - params.consumers.value;
-  const int consumer = params.consumers_first ? blockIdx.x : blockIdx.x - producers;
-  if (consumer >= 0 && consumer < params.consumers.value) {
-    consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, reinterpret_cast<Memory*>(memory)->consumer, consumer);
-  } else {
-    const int producer = params.consumers_first ? blockIdx.x - params.consumers.value : blockIdx.x;
+  constexpr bool kHalf = kHalved<kWarps, kExact, kCount>;
+  using Memory = SingleMemory<kWarps, kTiles, kDepth, kExact, kCount, kTeam, kTopk, kFormat>;
+  extern __shared__ __align__(16) unsigned char bytes[];
+  Memory& memory = *reinterpret_cast<Memory*>(bytes);
+  const int consumer = blockIdx.x - params.before_consumers;
+  const bool consumes = consumer >= 0 && consumer < params.consumers.value;
+  const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
+  if (producer >= 0 && producer < params.producers) {
     const int column = producer % params.columns, rest = producer / params.columns;
-    gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
-        params.gate,
-        reinterpret_cast<Memory*>(memory)->producer,
-        column,
-        rest % kSlices,
-        kSlices,
-        rest / kSlices,
-        params.tiles_of_rows);
+    if constexpr (kHalf) {
+      const int half = rest % 2, slice = rest / 2 % kSlices, first = rest / (2 * kSlices);
+      halved_gate_block<kWarps, kTiles, kDepth>(params.gate, memory.producer, column, slice, half, first, params.tiles_of_rows);
+    } else {
+      gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
+          params.gate, memory.producer, column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
+    }
+    if (!consumes) return;
+    __syncthreads();
+  } else if (kCount == RowCount::kMany) {
+    // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
+    wait_for_producer();
+    __nanosleep(1000);
   }
+  consume<kWarps, kSlices, kHalf ? 2 : 1, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -160,7 +177,8 @@ template <
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
-  // tiles_of_rows, consumers_first.
+  // tiles_of_rows, placing. sums has two parts of a slice where more than 16 rows are halved.
+  enum Placing { kLast, kFirst, kBoth };  // consumers: the blocks behind the producers, before them, or the last of them
 
   // Which CUDA graph the stream `handle` is captured into; 0: none. Not of tvm-ffi's current stream, which is PyTorch's in
   // calls with tensors only.
@@ -198,7 +216,7 @@ struct Single {
       int64_t consumers,
       int64_t planners,
       int64_t tiles_of_rows,
-      bool consumers_first) {
+      int64_t placing) {
     SingleParams params{};
     params.gate = small_rows_params(hidden, weight);
     params.gate.out = static_cast<float*>(sums.data_ptr());
@@ -206,7 +224,6 @@ struct Single {
     params.gate.slice_stride = 128 * kGroups;
     params.select = warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     params.select.logits = params.gate.out;
-    params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
     const int rows = params.gate.rows;
     PlanParams& plan = params.plan;
@@ -225,18 +242,23 @@ struct Single {
       plan.room = static_cast<int>(plan1.size(0) - 1);
     }
     params.consumers = Divisor::of(static_cast<int>(consumers));
-    const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
+    const bool many = row_count(rows) == RowCount::kMany;
+    const int halves = many && kHalved<kWarps, kExact, RowCount::kMany> ? 2 : 1;
+    const int columns = 8 * halves * (many ? kManyTiles : kTiles);
+    params.gate.out_stride *= halves;
+    params.select.row_stride = params.gate.out_stride;
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
-    params.consumers_first = consumers_first;
-    const int producers = params.columns * kSlices * params.tiles_of_rows;
+    params.producers = params.columns * kSlices * halves * params.tiles_of_rows;
+    const int blocks = placing == kBoth ? params.producers : params.producers + params.consumers.value;
+    params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
           &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
-          dim3(params.consumers.value + producers),
+          dim3(blocks),
           dim3(kWarps * kWarp),
           1,
-          sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
+          sizeof(SingleMemory<kWarps, kBlockTiles, kDepth, kExact, kCount, kGroups, kTopk, kFormat>),
           stream_of(hidden),
           params);
     };

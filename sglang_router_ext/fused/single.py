@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from typing import Any, NamedTuple
 
@@ -28,13 +29,24 @@ PLANNERS = 8
 Shape = tuple[int, ...]
 
 
+class Placing(enum.IntEnum):
+    """Which blocks consume: those behind the producers, those before them, or the last of them, after they produced."""
+
+    LAST, FIRST, BOTH = range(3)
+
+
 class Division(NamedTuple):
     """How many blocks do what; the terms are those of single.cuh. It changes no bit of the result."""
 
     consumers: int
     planners: int
     tiles_of_rows: int
-    consumers_first: bool
+    placing: Placing
+
+
+def halves(split: Config, rows: int) -> int:
+    """2 where two blocks halve a slice, which then comes in so many sums."""
+    return 2 if rows > 16 and split.exact and split.warps % 4 == 0 and split.warps < 30 else 1
 
 
 def many_tiles(split: Config) -> int:
@@ -43,7 +55,7 @@ def many_tiles(split: Config) -> int:
     """
     if not split.exact or split.depth > 2:
         return split.tiles
-    return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
+    return min(split.warps // 4, 3 if split.warps <= 20 else 2)
 
 
 @functools.cache
@@ -54,11 +66,16 @@ def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
     split, tiles = config(experts, hidden), -(-rows // 16)
     each = min(split.warps // groups(experts), rows if rows <= 4 else 2 if rows <= 48 else 4)
     consumers = -(-rows // each)
-    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split)))) * split.slices
+    parts = halves(split, rows)
+    columns = 8 * parts * (split.tiles if tiles == 1 else many_tiles(split))
+    producers = -(-experts // columns) * split.slices * parts
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
     planners = min(consumers, max(1, rows // 4), PLANNERS)
-    return Division(consumers, planners, shares, producers * shares + consumers <= processors)
+    if parts == 2 and consumers <= producers * shares <= processors:
+        return Division(consumers, planners, shares, Placing.BOTH)
+    fits = producers * shares + consumers <= processors
+    return Division(consumers, planners, shares, Placing.FIRST if fits else Placing.LAST)
 
 
 def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
@@ -100,7 +117,7 @@ def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | No
     how = division(rows, experts, problem.hidden, _processors(device))
     module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
-    return module, how, (rows, split.slices, 128 * groups(experts)), told
+    return module, how, (rows, split.slices * halves(split, rows), 128 * groups(experts)), told
 
 
 def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:

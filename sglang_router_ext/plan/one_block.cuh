@@ -357,18 +357,17 @@ __device__ __forceinline__ void write_plan(
       }
     }
   }
-  if (planner == 0 && hands.thread < kWarp) {
+  if (planner == 0 && hands.thread >= hands.threads - kWarp) {
     int total = 0;
     if (flat) {
 #pragma unroll
-      for (int i = 0; i < kGroups; i += kWarp)
-        total += i + hands.thread < kGroups ? __popc(memory.present[i + hands.thread]) : 0;
+      for (int i = 0; i < kGroups; i += kWarp) total += i + lane < kGroups ? __popc(memory.present[i + lane]) : 0;
       total = __reduce_add_sync(kAllLanes, total);
     } else {
       total = memory.blocks_before[kGroups];
     }
     const int places = total * params.block.value;
-    const bool first = hands.thread == 0;
+    const bool first = lane == 0;
     if constexpr (kAligned) {
       store_if(first, params.padded, places);
       store_if(first && params.counts_elsewhere, params.padded + 1, flat ? 0 : memory.blocks_before[0]);
