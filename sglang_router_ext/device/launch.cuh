@@ -108,22 +108,6 @@ __device__ __forceinline__ uint4 load_four_shared(const void* address) {
   return value;
 }
 
-// 16 bytes from device to shared memory, past the L1; they are there for this thread once wait_for_copies says so.
-__device__ __forceinline__ void copy_to_shared(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-// Ends a group of copies; it may be empty.
-__device__ __forceinline__ void close_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Until at most kLeft groups of this thread's copies are under way.
-template <int kLeft>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
 // A barrier in shared memory that opens when the bytes that are expected of it have come. One thread arrives.
 __device__ __forceinline__ void init_arrival(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");

@@ -3,20 +3,20 @@
 // between them, and the reader empties it again for the next launch. The winners go from consumers to planners, which are
 // consumers themselves, in the same way.
 //
-// Producers wait for nobody and consumers for producers alone, planners for consumers; so a launch ends if every consumer has a
-// place on the GPU, which they have while those of all launches at a time are fewer than its multiprocessors.
+// With many rows the last producers consume once they have produced. Only consumers wait, and all of a launch's other blocks
+// end by themselves; so every launch ends while the consumers of all launches at a time are fewer than the multiprocessors.
 //   shared      SingleMemory
 //
 // What lost, in microseconds for 288 x 4096 with a cold cache: warps without a row that went through the instructions ahead (no
-// gain; all warps: +1.4); blocks of 30 warps, so that one consumer has up to 10 rows and tells nobody (+0.3 for 6 rows); the
-// gate's operands brought by the copy engine (+0.2 for 96 rows, where the L2 sets the pace); one reader for a row's plan words
-// instead of one for each (+0.3); the weights before the plan (+0.2).
+// gain; all warps: +1.4); the gate's operands brought by the copy engine (+0.2 for 96 rows); two blocks that halve a slice,
+// have twice the experts each and share the rows through shared memory (+0.4 for 96 rows, though a quarter less is read: 16
+// rows at a time take a block half a microsecond, and it has more of them); one reader for a row's plan words instead of one
+// for each
+// (+0.3); the weights before the plan (+0.2).
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
-#include "../gate/halved_rows.cuh"
 #include "../gate/small_rows.cuh"
 #include "../plan/one_block.cuh"
 #include "../selection/warp_select.cuh"
@@ -29,19 +29,15 @@ struct alignas(16) ConsumerMemory {
   PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
 };
 
-// More than 16 rows: whether two blocks halve a slice.
-template <int kWarps, bool kExact, RowCount kCount>
-inline constexpr bool kHalved = kExact && kWarps % 4 == 0 && kWarps < 30 && kCount == RowCount::kMany;
+// The most warps of a block: with few rows one consumer may have all, and then more warps than a producer needs.
+template <int kWarps, RowCount kCount, int kTeam>
+inline constexpr int kMostWarps = kCount == RowCount::kEight && kTeam <= 3 ? std::max(kWarps, 8 * kTeam) : kWarps;
 
 // Of a block, which is one or the other, or first one and then the other.
-template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
+template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
 union SingleMemory {
-  std::conditional_t<
-      kHalved<kWarps, kExact, kCount>,
-      HalvedMemory<kWarps, kTiles, kDepth>,
-      GateMemory<kWarps, kTiles, kCount, false>>
-      producer;
-  ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
+  GateMemory<kWarps, kTiles, kCount, false> producer;
+  ConsumerMemory<kMostWarps<kWarps, kCount, kTeam> / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
 struct SingleParams {
@@ -55,29 +51,31 @@ struct SingleParams {
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kSlices, int kHalves, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
-__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
+template <int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block, int warps) {
   // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
   const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
   Memory& memory = *static_cast<Memory*>(__cvta_shared_to_generic(address));
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
   const int lane = __shfl_sync(kAllLanes, threadIdx.x % kWarp, threadIdx.x % kWarp), team = warp / kTeam;
-  constexpr int kThreads = kWarps * kWarp;
   constexpr bool kPlan = kFormat != PlanFormat::kNone;
   const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
   const bool lone = kFormat == PlanFormat::kAligned && plan.rows == 1, plans = kPlan && !lone && block < plan.planners;
   if (plans) {
     if (threadIdx.x == 0) ask_for(kFormat == PlanFormat::kAligned ? plan.sorted_slots : plan.place_to_row);
     if (threadIdx.x == 1) ask_for(kFormat == PlanFormat::kAligned ? plan.block_experts : plan.slot_to_place);
-    clear_plan<kThreads>(memory.plan);
+    clear_plan(memory.plan, warps * kWarp);
     __syncthreads();
   }
   // A consumer has rows of all tiles, so that some are selected before the last ones come.
   const int row = block + team * params.consumers.value;
   const int rows_here = params.consumers.quotient(params.select.rows - block + params.consumers.value - 1);
   const bool has_row = team < rows_here;
-  const int idle = kWarps - kTeam * rows_here;  // warps; with one planner they empty all places ahead
+  const int idle = warps - kTeam * rows_here;  // with one planner they empty all places ahead
   const bool emptied = plan.planners == 1 && idle > 0;
+  // The warps without a row come first: they have the time to listen.
+  const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
+  const Hands hands = hands_of(plan, block, warps - 1 - warp - (busy - busy_before), warps - busy, lane);
   bool elsewhere = false;
   if (has_row) {
     auto& own = memory.rows[team];
@@ -95,8 +93,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector, kHalves>(
-          params.select, own, row, team, warp % kTeam, lane, settled);
+      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
       select(plan_row);
@@ -108,9 +105,6 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
     const bool weighs = kTeam > 1 && has_row && warp % kTeam == 0;
     if (!plans || weighs) return;
     if (!has_row) wait_for_producer();
-    // The warps without a row come first: they have the time to listen.
-    const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
-    const Hands hands{kWarp * (kWarps - 1 - warp - (busy - busy_before)) + lane, kWarp * (kWarps - busy)};
     const int listeners = idle > 0 ? kWarp * idle : hands.threads;
     if (hands.thread < listeners) {
       if (emptied) empty_places<kFormat>(plan, hands.thread, listeners);
@@ -136,24 +130,21 @@ template <
     int kTopk,
     bool kVector,
     PlanFormat kFormat>
-__global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
+__global__ __launch_bounds__(kMostWarps<kWarps, kCount, kTeam>* kWarp, 1) void single_kernel(
+    const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  constexpr bool kHalf = kHalved<kWarps, kExact, kCount>;
-  using Memory = SingleMemory<kWarps, kTiles, kDepth, kExact, kCount, kTeam, kTopk, kFormat>;
+  using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(bytes);
   const int consumer = blockIdx.x - params.before_consumers;
   const bool consumes = consumer >= 0 && consumer < params.consumers.value;
   const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
+  constexpr bool kMore = kMostWarps<kWarps, kCount, kTeam> > kWarps;
   if (producer >= 0 && producer < params.producers) {
+    if (kMore && threadIdx.x >= kWarps * kWarp) return;
     const int column = producer % params.columns, rest = producer / params.columns;
-    if constexpr (kHalf) {
-      const int half = rest % 2, slice = rest / 2 % kSlices, first = rest / (2 * kSlices);
-      halved_gate_block<kWarps, kTiles, kDepth>(params.gate, memory.producer, column, slice, half, first, params.tiles_of_rows);
-    } else {
-      gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
-          params.gate, memory.producer, column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
-    }
+    gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
+        params.gate, memory.producer, column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
     if (!consumes) return;
     __syncthreads();
   } else if (kCount == RowCount::kMany) {
@@ -161,7 +152,8 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
     wait_for_producer();
     __nanosleep(1000);
   }
-  consume<kWarps, kSlices, kHalf ? 2 : 1, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
+  const int warps = kMore ? blockDim.x / kWarp : kWarps;
+  consume<kSlices, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer, warps);
 }
 
 template <
@@ -177,8 +169,9 @@ template <
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
-  // tiles_of_rows, placing. sums has two parts of a slice where more than 16 rows are halved.
-  enum Placing { kLast, kFirst, kBoth };  // consumers: the blocks behind the producers, before them, or the last of them
+  // tiles_of_rows, placing.
+  // Consumers: the blocks behind the producers, before them, or the last of them, which then have no more warps than these.
+  enum Placing { kLast, kFirst, kBoth };
 
   // Which CUDA graph the stream `handle` is captured into; 0: none. Not of tvm-ffi's current stream, which is PyTorch's in
   // calls with tensors only.
@@ -224,6 +217,7 @@ struct Single {
     params.gate.slice_stride = 128 * kGroups;
     params.select = warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     params.select.logits = params.gate.out;
+    params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
     const int rows = params.gate.rows;
     PlanParams& plan = params.plan;
@@ -242,23 +236,20 @@ struct Single {
       plan.room = static_cast<int>(plan1.size(0) - 1);
     }
     params.consumers = Divisor::of(static_cast<int>(consumers));
-    const bool many = row_count(rows) == RowCount::kMany;
-    const int halves = many && kHalved<kWarps, kExact, RowCount::kMany> ? 2 : 1;
-    const int columns = 8 * halves * (many ? kManyTiles : kTiles);
-    params.gate.out_stride *= halves;
-    params.select.row_stride = params.gate.out_stride;
+    const int rows_each = (rows + params.consumers.value - 1) / params.consumers.value;
+    const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
-    params.producers = params.columns * kSlices * halves * params.tiles_of_rows;
+    params.producers = params.columns * kSlices * params.tiles_of_rows;
     const int blocks = placing == kBoth ? params.producers : params.producers + params.consumers.value;
     params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
           &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
           dim3(blocks),
-          dim3(kWarps * kWarp),
+          dim3(kWarp * std::max(kWarps, kGroups * rows_each)),
           1,
-          sizeof(SingleMemory<kWarps, kBlockTiles, kDepth, kExact, kCount, kGroups, kTopk, kFormat>),
+          sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
           stream_of(hidden),
           params);
     };

@@ -44,18 +44,13 @@ class Division(NamedTuple):
     placing: Placing
 
 
-def halves(split: Config, rows: int) -> int:
-    """2 where two blocks halve a slice, which then comes in so many sums."""
-    return 2 if rows > 16 and split.exact and split.warps % 4 == 0 and split.warps < 30 else 1
-
-
 def many_tiles(split: Config) -> int:
     """``tiles`` of a launch with more than 16 rows: of two operands of equal size the fewest bytes are read, and what a
     multiprocessor reads from the L2 is what such a launch takes its time for. Registers set the limit.
     """
     if not split.exact or split.depth > 2:
         return split.tiles
-    return min(split.warps // 4, 3 if split.warps <= 20 else 2)
+    return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
 
 
 @functools.cache
@@ -64,15 +59,16 @@ def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
     where they do not share a multiprocessor, as long as there are enough of those.
     """
     split, tiles = config(experts, hidden), -(-rows // 16)
-    each = min(split.warps // groups(experts), rows if rows <= 4 else 2 if rows <= 48 else 4)
+    team = groups(experts)
+    most = max(split.warps, 8 * team) if rows <= 8 and team <= 3 else split.warps
+    each = min(most // team, rows if rows <= 8 else 2 if rows <= 48 else 4)
     consumers = -(-rows // each)
-    parts = halves(split, rows)
-    columns = 8 * parts * (split.tiles if tiles == 1 else many_tiles(split))
-    producers = -(-experts // columns) * split.slices * parts
+    columns = 8 * (split.tiles if tiles == 1 else many_tiles(split))
+    producers = -(-experts // columns) * split.slices
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
     planners = min(consumers, max(1, rows // 4), PLANNERS)
-    if parts == 2 and consumers <= producers * shares <= processors:
+    if rows > 16 and consumers <= producers * shares <= processors:
         return Division(consumers, planners, shares, Placing.BOTH)
     fits = producers * shares + consumers <= processors
     return Division(consumers, planners, shares, Placing.FIRST if fits else Placing.LAST)
@@ -117,7 +113,7 @@ def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | No
     how = division(rows, experts, problem.hidden, _processors(device))
     module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
-    return module, how, (rows, split.slices * halves(split, rows), 128 * groups(experts)), told
+    return module, how, (rows, split.slices, 128 * groups(experts)), told
 
 
 def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:

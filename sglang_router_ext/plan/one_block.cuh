@@ -88,15 +88,15 @@ struct alignas(16) PlanMemory {
 };
 
 // All threads of the block; the caller synchronises before the first add_slot.
-template <int kThreads, int kExperts>
-__device__ __forceinline__ void clear_plan(PlanMemory<kExperts>& memory) {
+template <int kExperts>
+__device__ __forceinline__ void clear_plan(PlanMemory<kExperts>& memory, int threads) {
   constexpr int kGroups = PlanMemory<kExperts>::kGroups;
-  for (int i = threadIdx.x; i < kWarp * kGroups; i += kThreads) {
+  for (int i = threadIdx.x; i < kWarp * kGroups; i += threads) {
     *reinterpret_cast<uint4*>(memory.rows_of[i]) = uint4{0, 0, 0, 0};
   }
-  for (int i = threadIdx.x; i < kPlanRows; i += kThreads) memory.elsewhere[i] = 0;
-  for (int i = threadIdx.x; i <= kGroups; i += kThreads) memory.blocks_before[i] = 0;
-  for (int i = threadIdx.x; i < (kGroups + 3) / 4 * 4; i += kThreads) memory.present[i] = 0;
+  for (int i = threadIdx.x; i < kPlanRows; i += threads) memory.elsewhere[i] = 0;
+  for (int i = threadIdx.x; i <= kGroups; i += threads) memory.blocks_before[i] = 0;
+  for (int i = threadIdx.x; i < (kGroups + 3) / 4 * 4; i += threads) memory.present[i] = 0;
 }
 
 // As if no place had a slot; by `threads` threads from number 0 on.
@@ -223,9 +223,11 @@ __device__ __forceinline__ uint32_t below(int bit) {
   return ~__funnelshift_lc(0u, ~0u, max(bit, 0));
 }
 
-// The threads of a block that plan, whole warps; the others are busy otherwise.
+// The threads of a block that plan, whole warps; the others are busy otherwise. kSlotLanes lanes share a slot.
+inline constexpr int kSlotLanes = 4;
 struct Hands {
   int thread, threads;
+  int slot, row;  // the first one of this lane
 
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");
@@ -240,6 +242,13 @@ struct Hands {
     return found;
   }
 };
+
+// Of `warps` warps this is number `warp`. By shuffles, since ptxas would work all of it out where it is waited for.
+__device__ __forceinline__ Hands hands_of(const PlanParams& params, int planner, int warp, int warps, int lane) {
+  const int slot = planner + params.planners * ((kWarp * warp + lane) / kSlotLanes);
+  auto keep = [&](int value) { return __shfl_sync(kAllLanes, value, lane); };
+  return {keep(kWarp * warp + lane), kWarp * warps, keep(slot), keep(params.slots.quotient(slot))};
+}
 
 template <int kExperts>
 __device__ __forceinline__ int slots_of(const PlanMemory<kExperts>& memory, int local) {
@@ -278,21 +287,21 @@ struct Place {
   int block, rank, count;  // its expert's first block, the expert's slots before it, and in all
 };
 
-// Of a flat plan; a whole warp. The kLanes lanes of a slot share the words, and add up what they found in one number.
-template <int kLanes, int kExperts>
+// Of a flat plan; a whole warp. The kSlotLanes lanes of a slot share the words, and add up what they found in one number.
+template <int kExperts>
 __device__ __forceinline__ Place flat_place(const PlanMemory<kExperts>& memory, int local, int row, int part) {
-  static_assert(kLanes == kPlanRows / 32 && kPlanRows < 1 << 9 && kExperts + kWarp < 1 << 13);
+  static_assert(kSlotLanes == kPlanRows / 32 && kPlanRows < 1 << 9 && kExperts + kWarp < 1 << 13);
   const uint32_t rows = memory.rows_of[local][part];
   int found = __popc(rows) | __popc(rows & below(row - 32 * part)) << 9;
 #pragma unroll
-  for (int i = 4 * part; i < PlanMemory<kExperts>::kGroups; i += 4 * kLanes) {
+  for (int i = 4 * part; i < PlanMemory<kExperts>::kGroups; i += 4 * kSlotLanes) {
     const uint4 four = *reinterpret_cast<const uint4*>(memory.present + i);
     const int bit = local - kWarp * i;
     found += (__popc(four.x & below(bit)) + __popc(four.y & below(bit - 32))) << 18;
     found += (__popc(four.z & below(bit - 64)) + __popc(four.w & below(bit - 96))) << 18;
   }
 #pragma unroll
-  for (int apart = 1; apart < kLanes; apart *= 2) found += __shfl_xor_sync(kAllLanes, found, apart);
+  for (int apart = 1; apart < kSlotLanes; apart *= 2) found += __shfl_xor_sync(kAllLanes, found, apart);
   return {found >> 18, found >> 9 & 0x1ff, found & 0x1ff};
 }
 
@@ -314,26 +323,25 @@ __device__ __forceinline__ Place counted_place(const PlanMemory<kExperts>& memor
   return place;
 }
 
-// This planner's share of the output, once all slots are added and, but for a flat plan, the tables are there. A slot has
-// kLanes lanes. emptied: empty_places was here before.
+// This planner's share of the output, once all slots are added and, but for a flat plan, the tables are there. emptied:
+// empty_places was here before.
 template <PlanFormat kFormat, int kExperts>
 __device__ __forceinline__ void write_plan(
     const PlanParams& params, const PlanMemory<kExperts>& memory, int planner, const Hands& hands, bool flat, bool emptied) {
-  constexpr int kGroups = PlanMemory<kExperts>::kGroups, kLanes = 4;
+  constexpr int kGroups = PlanMemory<kExperts>::kGroups;
   constexpr bool kAligned = kFormat == PlanFormat::kAligned;
-  const int slots = params.rows * params.slots.value, part = hands.thread % kLanes, lane = hands.thread % kWarp;
-  const int step = params.planners * (hands.threads / kLanes);
+  const int slots = params.rows * params.slots.value, lane = hands.thread % kWarp, part = lane % kSlotLanes;
+  const int step = params.planners * (hands.threads / kSlotLanes), of_warp = params.planners * (lane / kSlotLanes);
 #pragma unroll 1
-  for (int first = planner + params.planners * ((hands.thread - lane) / kLanes); first < slots; first += step) {
-    const int slot = first + params.planners * (lane / kLanes), row = params.slots.quotient(slot);
+  for (int slot = hands.slot, row = hands.row; slot - of_warp < slots; slot += step, row = params.slots.quotient(slot)) {
     const bool mine = slot < slots, writes = mine && part == 0;
     const int local = mine ? memory.local_of[slot] : 0;
     if (!flat && (!mine || (!kAligned && local < 0))) {
       if constexpr (!kAligned) store_if(writes, params.slot_to_place + slot, -1);
       continue;
     }
-    const Place at = flat ? flat_place<kLanes>(memory, local, row, part)
-                          : counted_place(memory, local, row, slot - row * params.slots.value);
+    const Place at =
+        flat ? flat_place(memory, local, row, part) : counted_place(memory, local, row, slot - row * params.slots.value);
     const int of_expert = params.block.quotient(at.rank), block = at.block + of_expert;
     const int begin = block * params.block.value, place = begin + at.rank - of_expert * params.block.value;
     const bool opens = place == begin;
@@ -349,7 +357,7 @@ __device__ __forceinline__ void write_plan(
     }
     if (emptied) continue;
 #pragma unroll 1
-    for (int i = inside + part; i < params.block.value; i += kLanes) {
+    for (int i = inside + part; i < params.block.value; i += kSlotLanes) {
       if constexpr (kAligned) {
         store_if(mine && opens, params.sorted_slots + (begin + i), slots);
       } else {

@@ -205,22 +205,14 @@ enum class Source {
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
-// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kHalves: 2 where a slice's sum comes in two parts.
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
 // Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
 // padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
 
-template <
-    int kTeam,
-    int kGroups,
-    Source kSource,
-    int kSlices,
-    int kTopk,
-    bool kVector,
-    int kHalves = 1,
-    typename Settled = Nothing>
+template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector, typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
     const WarpSelectParams& params,
     RowMemory<kTeam, kTopk>& memory,
@@ -229,8 +221,7 @@ __device__ __forceinline__ void select_row(
     int warp,
     int lane,
     Settled settled = {}) {
-  constexpr int kSlots = 4 * kGroups, kParts = kSource == Source::kLogits ? 1 : kSlices * kHalves,
-                kColumns = 128 * kTeam * kGroups;
+  constexpr int kSlots = 4 * kGroups, kParts = kSource == Source::kLogits ? 1 : kSlices, kColumns = 128 * kTeam * kGroups;
   // A warp's share is [.., past): even shares, since a warp with few experts would list most of them.
   const int share = kTeam == 1 ? params.experts : 4 * (((params.experts + 3) / 4 + kTeam - 1) / kTeam);
   const int first_expert = share * warp + 4 * lane, past = min(share * (warp + 1), params.experts);
@@ -286,19 +277,10 @@ __device__ __forceinline__ void select_row(
   float logit[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    float4 sum;
+    float4 sum = part[0][g];
 #pragma unroll
-    for (int s = 0; s < kParts; s += kHalves) {
-      float4 slice = part[s][g];
-      if constexpr (kHalves == 2) {
-        const float4 other = part[s + 1][g];
-        slice.x += other.x, slice.y += other.y, slice.z += other.z, slice.w += other.w;
-      }
-      if (s == 0) {
-        sum = slice;
-      } else {
-        sum.x += slice.x, sum.y += slice.y, sum.z += slice.z, sum.w += slice.w;
-      }
+    for (int s = 1; s < kParts; ++s) {
+      sum.x += part[s][g].x, sum.y += part[s][g].y, sum.z += part[s][g].z, sum.w += part[s][g].w;
     }
     const float four[4] = {sum.x, sum.y, sum.z, sum.w}, add[4] = {bias[g].x, bias[g].y, bias[g].z, bias[g].w};
     const int expert = first_expert + 128 * g;
