@@ -105,9 +105,11 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
     const bool weighs = kTeam > 1 && has_row && warp % kTeam == 0;
     if (!plans || weighs) return;
     if (!has_row) wait_for_producer();
-    const int listeners = idle > 0 ? kWarp * idle : hands.threads;
+    const int waiters = kWarp * idle;
+    if (emptied && hands.thread < waiters) empty_places<kFormat>(plan, hands.thread, waiters);
+    // More words than these have threads: all listen, since a second word would take long (0.4 us for 96 rows).
+    const int listeners = plan.rows * kIdWords<kTopk> <= waiters ? waiters : hands.threads;
     if (hands.thread < listeners) {
-      if (emptied) empty_places<kFormat>(plan, hands.thread, listeners);
       elsewhere |= hear<kTopk>(plan, memory.plan, block, params.consumers, hands.thread, listeners);
     }
     const bool flat = !hands.any(elsewhere) && plan.rows <= plan.block.value;

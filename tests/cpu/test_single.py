@@ -13,6 +13,7 @@ from sglang_router_ext import agreement, reference
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.contract import BLOCKS, ContractError, PlanForm, Problem
 from sglang_router_ext.fused import single, words
+from sglang_router_ext.fused.single import Placing
 from sglang_router_ext.gate.small_rows import config
 from sglang_router_ext.selection.warp_select import groups
 
@@ -24,16 +25,23 @@ SHAPES = sorted(
 
 @pytest.mark.parametrize(("experts", "hidden"), SHAPES)
 def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int) -> None:
+    split, team = config(experts, hidden), groups(experts)
     for rows in range(1, 129):
         how = single.division(rows, experts, hidden, 132)
-        split = config(experts, hidden)
         each = -(-rows // how.consumers)
-        assert each * how.consumers >= rows and each <= split.warps // groups(experts)
-        assert 1 <= how.planners <= how.consumers < 132
+        most = max(split.warps, 8 * team) if rows <= 8 and team <= 3 else split.warps  # kMostWarps of single.cuh
+        assert each * how.consumers >= rows and each * team <= most
+        assert 1 <= how.planners <= how.consumers < 132 / 2  # two launches at a time leave room
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
         columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split))
         producers = -(-experts // columns) * split.slices * how.tiles_of_rows
-        assert how.consumers_first == (producers + how.consumers <= 132)
+        match how.placing:
+            case Placing.FIRST:
+                assert producers + how.consumers <= 132
+            case Placing.LAST:
+                assert producers + how.consumers > 132
+            case Placing.BOTH:
+                assert rows > 16 and how.consumers <= producers and each * team <= split.warps
 
 
 def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
