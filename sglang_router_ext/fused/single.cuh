@@ -12,7 +12,8 @@
 // have twice the experts each and share the rows through shared memory (+0.4 for 96 rows, though a quarter less is read: 16
 // rows at a time take a block half a microsecond, and it has more of them); one reader for a row's plan words instead of one
 // for each
-// (+0.3); the weights before the plan (+0.2).
+// (+0.3); the weights before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6
+// rows).
 #pragma once
 
 #include <algorithm>
@@ -29,15 +30,11 @@ struct alignas(16) ConsumerMemory {
   PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
 };
 
-// The most warps of a block: with few rows one consumer may have all, and then more warps than a producer needs.
-template <int kWarps, RowCount kCount, int kTeam>
-inline constexpr int kMostWarps = kCount == RowCount::kEight && kTeam <= 3 ? std::max(kWarps, 8 * kTeam) : kWarps;
-
 // Of a block, which is one or the other, or first one and then the other.
 template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
 union SingleMemory {
   GateMemory<kWarps, kTiles, kCount, false> producer;
-  ConsumerMemory<kMostWarps<kWarps, kCount, kTeam> / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
+  ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
 struct SingleParams {
@@ -51,8 +48,8 @@ struct SingleParams {
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
-__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block, int warps) {
+template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
   // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
   const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
   Memory& memory = *static_cast<Memory*>(__cvta_shared_to_generic(address));
@@ -64,18 +61,18 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
   if (plans) {
     if (threadIdx.x == 0) ask_for(kFormat == PlanFormat::kAligned ? plan.sorted_slots : plan.place_to_row);
     if (threadIdx.x == 1) ask_for(kFormat == PlanFormat::kAligned ? plan.block_experts : plan.slot_to_place);
-    clear_plan(memory.plan, warps * kWarp);
+    clear_plan(memory.plan, kWarps * kWarp);
     __syncthreads();
   }
   // A consumer has rows of all tiles, so that some are selected before the last ones come.
   const int row = block + team * params.consumers.value;
   const int rows_here = params.consumers.quotient(params.select.rows - block + params.consumers.value - 1);
   const bool has_row = team < rows_here;
-  const int idle = warps - kTeam * rows_here;  // with one planner they empty all places ahead
+  const int idle = kWarps - kTeam * rows_here;  // with one planner they empty all places ahead
   const bool emptied = plan.planners == 1 && idle > 0;
   // The warps without a row come first: they have the time to listen.
   const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
-  const Hands hands = hands_of(plan, block, warps - 1 - warp - (busy - busy_before), warps - busy, lane);
+  const Hands hands = hands_of(plan, block, kWarps - 1 - warp - (busy - busy_before), kWarps - busy, lane);
   bool elsewhere = false;
   if (has_row) {
     auto& own = memory.rows[team];
@@ -132,8 +129,7 @@ template <
     int kTopk,
     bool kVector,
     PlanFormat kFormat>
-__global__ __launch_bounds__(kMostWarps<kWarps, kCount, kTeam>* kWarp, 1) void single_kernel(
-    const __grid_constant__ SingleParams params) {
+__global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
   using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -141,9 +137,7 @@ __global__ __launch_bounds__(kMostWarps<kWarps, kCount, kTeam>* kWarp, 1) void s
   const int consumer = blockIdx.x - params.before_consumers;
   const bool consumes = consumer >= 0 && consumer < params.consumers.value;
   const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
-  constexpr bool kMore = kMostWarps<kWarps, kCount, kTeam> > kWarps;
   if (producer >= 0 && producer < params.producers) {
-    if (kMore && threadIdx.x >= kWarps * kWarp) return;
     const int column = producer % params.columns, rest = producer / params.columns;
     gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
         params.gate, memory.producer, column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
@@ -154,8 +148,7 @@ __global__ __launch_bounds__(kMostWarps<kWarps, kCount, kTeam>* kWarp, 1) void s
     wait_for_producer();
     __nanosleep(1000);
   }
-  const int warps = kMore ? blockDim.x / kWarp : kWarps;
-  consume<kSlices, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer, warps);
+  consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -172,7 +165,7 @@ struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
   // tiles_of_rows, placing.
-  // Consumers: the blocks behind the producers, before them, or the last of them, which then have no more warps than these.
+  // Consumers: the blocks behind the producers, before them, or the last of them.
   enum Placing { kLast, kFirst, kBoth };
 
   // Which CUDA graph the stream `handle` is captured into; 0: none. Not of tvm-ffi's current stream, which is PyTorch's in
@@ -238,7 +231,6 @@ struct Single {
       plan.room = static_cast<int>(plan1.size(0) - 1);
     }
     params.consumers = Divisor::of(static_cast<int>(consumers));
-    const int rows_each = (rows + params.consumers.value - 1) / params.consumers.value;
     const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
@@ -249,7 +241,7 @@ struct Single {
       launch(
           &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
           dim3(blocks),
-          dim3(kWarp * std::max(kWarps, kGroups * rows_each)),
+          dim3(kWarps * kWarp),
           1,
           sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
           stream_of(hidden),

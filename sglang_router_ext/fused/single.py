@@ -24,6 +24,8 @@ NAMES = {
 """Tensors of a plan, in the kernel's order."""
 PLANNERS = 8
 """At most: a warp tells so many at once."""
+MOST_CONSUMERS = 32
+"""Where a consumer may have so many rows: a launch's consumers wait, and other launches need multiprocessors too."""
 
 
 Shape = tuple[int, ...]
@@ -55,23 +57,26 @@ def many_tiles(split: Config) -> int:
 
 @functools.cache
 def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
-    """Measured on an H200. Up to 4 rows fit one consumer, whose plan needs no word to anybody; more rows are selected faster
-    where they do not share a multiprocessor, as long as there are enough of those.
+    """Measured on an H200. Up to 8 rows have as few consumers as can be, since what one has, its plan need not be told. More
+    rows are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
+    them. One planner is best while it has four threads for every slot of a top-8.
     """
     split, tiles = config(experts, hidden), -(-rows // 16)
     team = groups(experts)
-    most = max(split.warps, 8 * team) if rows <= 8 and team <= 3 else split.warps
-    each = min(most // team, rows if rows <= 8 else 2 if rows <= 48 else 4)
-    consumers = -(-rows // each)
-    columns = 8 * (split.tiles if tiles == 1 else many_tiles(split))
-    producers = -(-experts // columns) * split.slices
+    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split)))) * split.slices
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
-    planners = min(consumers, max(1, rows // 4), PLANNERS)
-    if rows > 16 and consumers <= producers * shares <= processors:
-        return Division(consumers, planners, shares, Placing.BOTH)
-    fits = producers * shares + consumers <= processors
-    return Division(consumers, planners, shares, Placing.FIRST if fits else Placing.LAST)
+    most = split.warps // team
+    choices = [min(most, rows if rows <= 8 else max(2, -(-rows // MOST_CONSUMERS)))]
+    if rows > 64:
+        choices.append(min(most, 4))
+    room = processors - producers * shares
+    each = next((each for each in choices if -(-rows // each) <= room), choices[0])
+    consumers = -(-rows // each)
+    few = rows <= 8 or rows <= min(16, split.warps - each * team)
+    planners = 1 if few else rows // 4 if rows <= 16 else 4 if rows <= 48 else PLANNERS
+    placing = Placing.FIRST if consumers <= room else Placing.BOTH if consumers <= producers * shares else Placing.LAST
+    return Division(consumers, min(planners, consumers), shares, placing)
 
 
 def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:

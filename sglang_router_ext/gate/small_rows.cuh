@@ -32,12 +32,6 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Among the first kThreads of a block, which are all that produce.
-template <int kThreads>
-__device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
-}
-
 // How many rows a launch has: the operand of an mma is half empty, full, or there are several.
 enum class RowCount { kEight, kSixteen, kMany };
 
@@ -197,7 +191,7 @@ __device__ __forceinline__ void gate_block(
       if constexpr (!kExact) load_weight(0);
       load_rows(0);
     }
-    sync_threads<kThreads>();
+    __syncthreads();
     if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
     // Four running sums, of the warps 4 i + {0..3}, shared out to the lanes of a logit.

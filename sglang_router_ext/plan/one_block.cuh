@@ -152,41 +152,29 @@ __device__ __forceinline__ bool take_word(
   return elsewhere;
 }
 
-// What other blocks told, as soon as it is there, by `threads` threads from number 0 on; each asks for four words at a time.
-// Row number r is of block r % consumers. Returns whether a slot is elsewhere.
+// What other blocks told, as soon as it is there, by `threads` threads from number 0 on. A warp takes its words all at once,
+// when the last is there: otherwise that one would wait for the others to be taken. Row number r is of block r % consumers.
+// Returns whether a slot is elsewhere.
 template <int kTopk, int kExperts>
 __device__ __forceinline__ bool hear(
     const PlanParams& params, PlanMemory<kExperts>& memory, int block, Divisor consumers, int thread, int threads) {
-  constexpr int kWords = kIdWords<kTopk>, kAtOnce = 4;
+  constexpr int kWords = kIdWords<kTopk>;
   const int words = params.rows * kWords;
-  uint32_t* told = params.ids + block * words;
-  pin(told);
   bool elsewhere = false;
 #pragma unroll 1
-  for (int first = thread; first < words; first += kAtOnce * threads) {
-    bool waits[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = first + j * threads, row = i / kWords, word = i % kWords;
-      waits[j] = i < words && 2 * word < params.topk && row - consumers.quotient(row) * consumers.value != block;
-    }
-    bool more;
+  for (int i = thread; i - thread % kWarp < words; i += threads) {
+    const int row = i / kWords, word = i % kWords;
+    const bool mine = i < words && 2 * word < params.topk && row - consumers.quotient(row) * consumers.value != block;
+    uint32_t* from = params.ids + (block * words + i);
+    pin(from);
+    uint32_t both;
     do {
-      uint32_t both[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) both[j] = waits[j] ? load_word_shared_by_grids(told + (first + j * threads)) : kNoIds;
-      more = false;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = first + j * threads;
-        if (both[j] != kNoIds) {
-          told[i] = kNoIds;
-          elsewhere |= take_word(params, memory, i / kWords, i % kWords, both[j]);
-          waits[j] = false;
-        }
-        more |= waits[j];
-      }
-    } while (more);
+      both = mine ? load_word_shared_by_grids(from) : 0;
+    } while (both == kNoIds);
+    __syncwarp();
+    if (!mine) continue;
+    *from = kNoIds;
+    elsewhere |= take_word(params, memory, row, word, both);
   }
   return elsewhere;
 }
@@ -223,19 +211,20 @@ __device__ __forceinline__ uint32_t below(int bit) {
   return ~__funnelshift_lc(0u, ~0u, max(bit, 0));
 }
 
-// The threads of a block that plan, whole warps; the others are busy otherwise. kSlotLanes lanes share a slot.
+// The threads of a block that plan, whole warps; the others are busy otherwise. kSlotLanes lanes share a slot. Barrier 15 is
+// theirs alone: those of rows' teams are below.
 inline constexpr int kSlotLanes = 4;
 struct Hands {
   int thread, threads;
   int slot, row;  // the first one of this lane
 
   __device__ __forceinline__ void sync() const {
-    asm volatile("bar.sync 0, %0;" ::"r"(threads) : "memory");
+    asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
   }
   // The same, and whether any thread says so.
   __device__ __forceinline__ bool any(bool mine) const {
     int found;
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, 0, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, 15, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
                  : "=r"(found)
                  : "r"(static_cast<int>(mine)), "r"(threads)
                  : "memory");

@@ -29,8 +29,7 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
     for rows in range(1, 129):
         how = single.division(rows, experts, hidden, 132)
         each = -(-rows // how.consumers)
-        most = max(split.warps, 8 * team) if rows <= 8 and team <= 3 else split.warps  # kMostWarps of single.cuh
-        assert each * how.consumers >= rows and each * team <= most
+        assert each * how.consumers >= rows and each * team <= split.warps
         assert 1 <= how.planners <= how.consumers < 132 / 2  # two launches at a time leave room
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
         columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split))
@@ -38,10 +37,10 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
         match how.placing:
             case Placing.FIRST:
                 assert producers + how.consumers <= 132
-            case Placing.LAST:
-                assert producers + how.consumers > 132
             case Placing.BOTH:
-                assert rows > 16 and how.consumers <= producers and each * team <= split.warps
+                assert producers + how.consumers > 132 and how.consumers <= producers
+            case Placing.LAST:
+                assert how.consumers > producers
 
 
 def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
