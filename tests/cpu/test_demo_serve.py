@@ -392,6 +392,25 @@ def test_launches_in_mixed_order(
     assert b'"backends":"router_ext_pair router_ext"' in record.line and b'"kind":"launches"' in record.line
 
 
+def test_a_comparison_cut_short_goes_on(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = launched(tiny, fake_engine, [OURS], 2)
+    said: list[str] = []
+    assert launched(tiny, fake_engine, [OURS], 2, said).launches == whole.launches
+    assert not [text for text in said if text.endswith("starting")]
+    (fake_engine / "2-router_ext_pair" / launches.KEPT).write_text("{")  # as a full disk leaves it
+    (fake_engine / "4-stock" / launches.KEPT).unlink()
+    said.clear()
+    again = launched(tiny, fake_engine, [OURS], 2, said)
+    starts = [text.split(":")[0] for text in said if text.endswith("starting")]
+    assert starts == [OURS, "stock"]
+    assert [launch.variant for launch in again.launches] == [launch.variant for launch in whole.launches]
+    assert again.agrees and again.router[OURS][6] is not None
+    monkeypatch.setattr(launches, "source_hash", lambda _sources: "others")
+    said.clear()
+    launched(tiny, fake_engine, [OURS], 2, said)
+    assert len([text for text in said if text.endswith("starting")]) == 4
+
+
 def test_a_slower_or_wrong_engine_shows_over_launches(
     tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
