@@ -24,6 +24,7 @@ from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import ContractError, Gpu, PlanForm, Problem
 from sglang_router_ext.designs import Design
+from sglang_router_ext.fused import words
 from sglang_router_ext.reference import Truth
 
 CHECKS_BETWEEN_FREES = 50
@@ -159,6 +160,7 @@ def run(
     for number, check in enumerate(checks):
         if on_gpu and number % CHECKS_BETWEEN_FREES == 0:
             torch.cuda.empty_cache()  # graphs keep pools of their own
+        words.forget_graphs()  # those of the checks before are gone
         concerned = [design for design in designs if KINDS[check.kind].concerns(design.stages)]
         refused = [reasons(design, check.problem, check.rows, gpu) for design in concerned]
         runnable = {design.stages for design, why_not in zip(concerned, refused, strict=True) if not why_not}

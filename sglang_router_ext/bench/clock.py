@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from sglang_router_ext.bench.flush import FLUSH_BLOCK, FLUSH_NAME, flush
+from sglang_router_ext.fused import words
 
 FLUSH_BYTES = 160 * 2**20
 REPLAYS = 60
@@ -203,6 +204,7 @@ class Clock:
                 done[variant.name] = Timed(None, wrong) if wrong else timed[variant.name]
         graphs.clear()
         torch.cuda.empty_cache()  # graphs keep pools of their own
+        words.forget_graphs()
         return {variant.name: done[variant.name] for variant in variants}
 
     def _time(self, graphs: dict[str, tuple[Graph, Any]], replays: int) -> dict[str, Timed]:

@@ -26,8 +26,8 @@ PLANNED = "gate+selection+plan"
 FLOOR = "floor-read"
 HOST = {PLANNED: "sglang-pair+align", "gate+selection": "sglang-pair", "gate": "sglang-gemm", "selection": "sglang-topk"}
 """What SGLang runs, per group of stages."""
-NOT_RACED = ("sglang-pair+align", "flashinfer-gemm")
-"""Peers that are not raced against routers: one does more than its stages say in older records, the other's logits are bf16."""
+NOT_RACED = {("sglang-pair+align", ROUTER), ("flashinfer-gemm", "gate")}
+"""Peers and stages that are not raced: one does more than its stages say in older records, the other's logits are bf16."""
 WIDE = 1.25
 """p90 / p10 from which on a time is shown with both."""
 

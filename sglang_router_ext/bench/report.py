@@ -16,7 +16,7 @@ GROUPS = {PLANNED: "router and plan", "gate+selection": "router", "gate": "gate 
 
 
 def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:
-    racing = [line for line in lines if line.ours == ours and line.design not in NOT_RACED]
+    racing = [line for line in lines if line.ours == ours and (line.design, line.stages) not in NOT_RACED]
     return min(racing, key=lambda line: line.median_us, default=None)
 
 
@@ -173,7 +173,8 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
     panels = list(dict.fromkeys((line.case, line.rows) for line in timed))
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 3 * max(1, len(panels))), squeeze=False, sharex=True)
     names = dict.fromkeys(name for line in timed for name, _, _ in line.kernels)
-    colours = {name: f"C{place % 10}" for place, name in enumerate(names)}
+    colours = {name: pyplot.get_cmap("tab20")(place % 20) for place, name in enumerate(names)}
+    last = max((end for line in timed for _, _, end in line.kernels), default=1.0)
     for axis, (case, rows) in zip(axes[:, 0], panels, strict=False):
         here = [line for line in timed if (line.case, line.rows) == (case, rows)]
         shown: list[Line] = []
@@ -184,11 +185,14 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
         for place, line in enumerate(shown):
             for depth, (name, start, end) in enumerate(line.kernels):
                 lane = place + 0.3 * (depth % 2) - 0.15  # kernels that overlap stay apart
-                axis.barh(lane, end - start, left=start, height=0.28, color=colours[name], alpha=0.6)
+                axis.barh(lane, end - start, left=start, height=0.28, color=colours[name], alpha=0.7)
                 axis.text(start, lane, f" {name}", va="center", fontsize="x-small", clip_on=True)
-        axis.set_yticks(
-            range(len(shown)), [f"{line.design}{' *' if line.ours else ''}\n{line.median_us:.2f} us" for line in shown]
-        )
+        plan = [", plan" if line.ours and line.stages == PLANNED else "" for line in shown]
+        names_of = [f"{line.design}{' *' if line.ours else ''}{text}" for line, text in zip(shown, plan, strict=True)]
+        times = [f"{name}\n{line.median_us:.2f} us" for name, line in zip(names_of, shown, strict=True)]
+        axis.set_yticks(range(len(shown)), times)
+        axis.set_xlim(0, 1.15 * last)  # the last kernels' names have room
+        axis.tick_params(labelbottom=True)
         axis.invert_yaxis()
         axis.set_xlabel("microseconds from the start of the first kernel")
         axis.set_title(f"{case}, {rows} row{'s' if rows > 1 else ''}, cold L2 cache (* ours)")

@@ -2,7 +2,8 @@
 
 Within one launch the time of a decode step repeats well; between two launches of the same engine it differs more, by where
 memory came to lie and by what else the machine did. So every variant is launched several times, each time at another place of
-the order, and a launch is one measurement.
+the order, and a launch is one measurement. A start takes most of a minute, so the engines of a round start together where
+memory allows; they are timed one after the other, and an engine that waits sleeps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -27,6 +28,7 @@ from sglang_router_ext.demo.serve import (
     Judged,
     among_stock,
     engine_plan,
+    fits,
     folder,
     free_memory,
     hold_all_against,
@@ -35,8 +37,10 @@ from sglang_router_ext.demo.serve import (
 )
 from sglang_router_ext.demo.trace import RouterTime
 from sglang_router_ext.demo.worker import Worker
+from sglang_router_ext.designs import DESIGNS, source_hash
 
 RECORD_KIND = "launches"
+KEPT = "launch.json"
 ROUNDS = 6
 """Of the clock, for each batch size of a launch."""
 
@@ -48,6 +52,16 @@ class Launch(msgspec.Struct, frozen=True):
     start_s: float
     step_ms: dict[int, Spread]
     """Batch size -> milliseconds of a decode step by the clock, over the rounds."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A launch as it stays in its folder, so that a comparison that was cut short goes on where it was."""
+
+    made_by: str
+    launch: Launch
+    runs: dict[int, Run] | None
+    """Batch size -> what was generated; of a variant's first launch, as is ``router``."""
+    router: dict[int, RouterTime | None] | None
 
 
 class LaunchReport(msgspec.Struct, frozen=True):
@@ -90,7 +104,8 @@ def run(
 ) -> LaunchReport:
     """Launch stock and ``backends`` ``launches`` times each on the checkpoint of ``size``, one after the other.
 
-    ``keep``, ``in_memory`` and errors as in :func:`~sglang_router_ext.demo.serve.run`.
+    ``keep``, ``in_memory`` and errors as in :func:`~sglang_router_ext.demo.serve.run`. Launches that an earlier call left in
+    ``keep``, of the same kind and order, are not repeated.
     """
     import torch
 
@@ -98,44 +113,86 @@ def run(
     model = checkpoint.config(size)
     free = free_memory(size, model)
     variants = [STOCK, *backends]
-    done: list[Launch] = []
-    runs: dict[str, dict[int, Run]] = {}
-    router: dict[str, dict[int, RouterTime | None]] = {}
+    order = list(enumerate(mixed(variants, launches), 1))
+    made_by = _made_by(size, in_memory=in_memory)
     with folder(keep) as work:
         path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
-        order = mixed(variants, launches)
-        for number, name in enumerate(order, 1):
-            place = work / f"{number}-{name}"
-            worker = Worker(name, engine_plan(name, path, model, place, free, in_memory=in_memory), say, plugin=name != STOCK)
-            say(f"launch {number} of {len(order)}: {name}")
-            launch, found = _launch(worker, in_memory=in_memory, first=name not in runs)
-            done.append(launch)
-            if found is not None:
-                runs[name], files = found
-                router[name] = {batch: trace.router_time([trace.kernels(file)]) for batch, file in files.items()}
+        places = {number: work / f"{number}-{name}" for number, name in order}
+        done = {number: kept for number, name in order if (kept := _kept(places[number], name, made_by)) is not None}
+        if done:
+            say(f"launches {', '.join(map(str, done))} are taken from {work}, which an earlier call left")
+        at_once = len(variants) if fits(len(variants), model, free) else 1
+        for first in range(0, len(order), at_once):
+            todo = [one for one in order[first : first + at_once] if one[0] not in done]
+            if not todo:
+                continue
+            say(f"launch {' and '.join(f'{number} ({name})' for number, name in todo)} of {len(order)}")
+            workers = {
+                number: Worker(
+                    name, engine_plan(name, path, model, places[number], free, in_memory=in_memory), say, plugin=name != STOCK
+                )
+                for number, name in todo
+            }
+            shown = {kept.launch.variant for kept in done.values() if kept.runs is not None}
+            for number, kept in _launch(workers, made_by, in_memory=in_memory, new=set(variants) - shown):
+                done[number] = kept
+                (places[number] / KEPT).write_bytes(msgspec.json.encode(kept))
+    made = [done[number] for number, _name in order]
+    runs = {kept.launch.variant: kept.runs for kept in made if kept.runs is not None}
+    router = {kept.launch.variant: kept.router for kept in made if kept.router is not None}
     stock = runs[STOCK]
     measure = among_stock(stock)
     same = [one for name in backends for one in hold_all_against(name, stock, runs[name], measure)]
-    seconds = time.monotonic() - started
-    problem = str(checkpoint.problem(model))
-    return LaunchReport(torch.cuda.get_device_name(), problem, size, variants, done, router, measure, same, seconds)
+    return LaunchReport(
+        torch.cuda.get_device_name(),
+        str(checkpoint.problem(model)),
+        size,
+        variants,
+        [kept.launch for kept in made],
+        router,
+        measure,
+        same,
+        time.monotonic() - started,
+    )
 
 
-def _launch(worker: Worker, *, in_memory: bool, first: bool) -> tuple[Launch, tuple[dict[int, Run], dict[int, str]] | None]:
-    """One launch; the ``first`` of a variant also shows tokens and a profile, by batch size."""
+def _made_by(size: Size, *, in_memory: bool) -> str:
+    """What must be the same for launches to be of one comparison."""
+    import torch
+
+    sources = source_hash(tuple(sorted({source for design in DESIGNS for source in design.sources})))
+    return f"{torch.cuda.get_device_name()}, {size}, in memory {in_memory}, sources {sources}"
+
+
+def _kept(place: pathlib.Path, variant: str, made_by: str) -> Kept | None:
+    """What an earlier call left of this launch; None if that is of something else, or in pieces."""
+    try:
+        kept = msgspec.json.decode((place / KEPT).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept if (kept.made_by, kept.launch.variant) == (made_by, variant) else None
+
+
+def _launch(workers: dict[int, Worker], made_by: str, *, in_memory: bool, new: set[str]) -> Iterator[tuple[int, Kept]]:
+    """Start ``workers`` together and time one after the other. Those that are ``new`` also show tokens and a profile, by batch
+    size.
+    """
     with contextlib.ExitStack() as stack:
-        stack.callback(worker.kill)
-        worker.start()
-        start_s = worker.wait_ready()
-        if in_memory:
-            worker.ask(Change(weights.DRAW), type(None))
-        found = None
-        if first:
-            tokens = {batch: worker.ask(Tokens(batch, min(SEQUENCES, 16 * batch)), Run) for batch in BATCHES}
-            found = tokens, {batch: worker.ask(Profile(batch), str) for batch in BATCHES}
-        steps = {batch: spread([worker.ask(Time(batch), float) for _ in range(ROUNDS)]) for batch in BATCHES}
-        worker.finish()
-    return Launch(worker.name, start_s, steps), found
+        for worker in workers.values():
+            stack.callback(worker.kill)
+            worker.start()
+        started = {number: worker.wait_ready() for number, worker in workers.items()}
+        for number, worker in workers.items():
+            if in_memory:
+                worker.ask(Change(weights.DRAW), type(None))
+            tokens = router = None
+            if worker.name in new:
+                tokens = {batch: worker.ask(Tokens(batch, min(SEQUENCES, 16 * batch)), Run) for batch in BATCHES}
+                files = {batch: worker.ask(Profile(batch), str) for batch in BATCHES}
+                router = {batch: trace.router_time([trace.kernels(file)]) for batch, file in files.items()}
+            steps = {batch: spread([worker.ask(Time(batch), float) for _ in range(ROUNDS)]) for batch in BATCHES}
+            worker.finish()
+            yield number, Kept(made_by, Launch(worker.name, started[number], steps), tokens, router)
 
 
 def record_of(report: LaunchReport) -> OtherRecord:

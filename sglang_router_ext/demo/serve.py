@@ -167,7 +167,7 @@ def run(
     free = free_memory(size, model)
     with folder(keep) as work:
         path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
-        together = fits_twice(model, free)
+        together = fits(2, model, free)
         workers = [
             Worker(name, engine_plan(name, path, model, work / name, free, in_memory=in_memory), say, plugin=name == backend)
             for name in (STOCK, backend)
@@ -244,9 +244,9 @@ def engine_bytes(model: dict) -> int:
     return checkpoint.bytes_of(model) + cache_bytes(model) + RESERVE
 
 
-def fits_twice(model: dict, free: int) -> bool:
-    """Whether two engines fit in ``free`` bytes of GPU memory."""
-    return 2 * engine_bytes(model) <= free
+def fits(engines: int, model: dict, free: int) -> bool:
+    """Whether so many engines fit in ``free`` bytes of GPU memory at a time."""
+    return engines * engine_bytes(model) <= free
 
 
 def cache_bytes(model: dict) -> int:

@@ -26,11 +26,20 @@ class Pool:
     def __init__(self) -> None:
         self._free: torch.Tensor | None = None
         self._owned: dict[tuple[str, int], torch.Tensor] = {}
+        self._returned: list[torch.Tensor] = []
 
     def has(self, owner: tuple[str, int], count: int) -> bool:
         """Whether ``owner`` can have ``count`` words without any being made."""
-        mine = self._owned.get(owner)
-        return (mine is not None and len(mine) >= count) or (self._free is not None and len(self._free) >= _size(owner, count))
+        mine, size = self._owned.get(owner), _size(owner, count)
+        return (mine is not None and len(mine) >= count) or any(len(words) >= size for words in self._places())
+
+    def forget_graphs(self) -> None:
+        """As the function of this name, for this device."""
+        for owner in [owner for owner in self._owned if owner[0] == "graph"]:
+            self._returned.append(self._owned.pop(owner))
+
+    def _places(self) -> list[torch.Tensor]:
+        return [*self._returned, *([] if self._free is None else [self._free])]
 
     def take(self, device: torch.device, owner: tuple[str, int], count: int) -> torch.Tensor:
         """``count`` int32 words of ``owner``, the same ones at every call that needs no more of them."""
@@ -44,10 +53,19 @@ class Pool:
                 self._free = torch.full((max(RESERVE, size),), EMPTY, dtype=torch.int32, device=device)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()  # other streams take of them too; once
-            assert self._free is not None
-            mine, self._free = self._free[:size], self._free[size:]
+            mine = self._part(size)
             self._owned[owner] = mine
         return mine[:count]
+
+    def _part(self, size: int) -> torch.Tensor:
+        """``size`` words of the smallest place that has them."""
+        place = min((words for words in self._places() if len(words) >= size), key=len)
+        if place is self._free:
+            self._free = place[size:]
+        else:
+            self._returned = [words for words in self._returned if words is not place]
+            self._returned += [place[size:]] if len(place) > size else []
+        return place[:size]
 
 
 def _size(owner: tuple[str, int], count: int) -> int:
@@ -60,6 +78,12 @@ def reserve(device: torch.device) -> None:
     pool = _pools.setdefault(device, Pool())
     if not torch.cuda.is_current_stream_capturing():
         pool.take(device, ("stream", torch.cuda.current_stream(device).cuda_stream), ALIGN)
+
+
+def forget_graphs() -> None:
+    """Take back the words of all CUDA graphs; the caller answers for it that none of them is replayed again."""
+    for pool in _pools.values():
+        pool.forget_graphs()
 
 
 _pools: dict[torch.device, Pool] = {}

@@ -311,18 +311,25 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("layers", "intermediate", "free", "fits"),
-    [(4, 64, 138 * GIB, True), (43, 128, 138 * GIB, True), (43, 128, 79 * GIB, False), (43, 256, 138 * GIB, False)],
+    ("engines", "layers", "intermediate", "free", "fits"),
+    [
+        (2, 4, 64, 138 * GIB, True),
+        (2, 43, 128, 138 * GIB, True),
+        (2, 43, 128, 79 * GIB, False),
+        (2, 43, 256, 138 * GIB, False),
+        (3, 43, 64, 138 * GIB, True),
+        (3, 43, 128, 138 * GIB, False),
+    ],
 )
-def test_two_engines_start_where_sglang_lets_both_have_their_cache(
-    layers: int, intermediate: int, free: int, fits: bool
+def test_engines_start_where_sglang_lets_all_have_their_cache(
+    engines: int, layers: int, intermediate: int, free: int, fits: bool
 ) -> None:
     model = checkpoint.config(Size(layers, intermediate))
-    assert serve.fits_twice(model, free) == fits
+    assert serve.fits(engines, model, free) == fits
     if fits:
-        # SGLang's rule, for an engine that saw all memory free at its start and finds the other one complete after loading.
+        # SGLang's rule, for an engine that saw all memory free at its start and finds the others complete after loading.
         weights, cache = checkpoint.bytes_of(model), serve.cache_bytes(model)
-        available = free - 2 * weights - cache - serve.RESERVE
+        available = free - engines * weights - (engines - 1) * cache - serve.RESERVE
         assert available - free * (1 - serve.memory_fraction(free)) >= 0.999 * cache
 
 
@@ -350,14 +357,26 @@ def test_prompts_are_the_same_for_every_engine() -> None:
     assert all(2 <= token < 1024 for prompt in engine.prompts(plan, 96) for token in prompt)
 
 
-def launched(tiny: Size, keep: pathlib.Path, backends: list[str], count: int) -> launches.LaunchReport:
-    return launches.run(tiny, backends, count, lambda _text: None, keep=keep)
+def launched(
+    tiny: Size, keep: pathlib.Path, backends: list[str], count: int, said: list[str] | None = None
+) -> launches.LaunchReport:
+    return launches.run(tiny, backends, count, [].append if said is None else said.append, keep=keep)
 
 
-def test_launches_in_mixed_order(tiny: Size, fake_engine: pathlib.Path) -> None:
-    report = launched(tiny, fake_engine, [OURS, "router_ext"], 2)
+@pytest.mark.parametrize("together", [True, False])
+def test_launches_in_mixed_order(
+    tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    if not together:
+        monkeypatch.setattr(launches, "fits", lambda *_: False)
+    said: list[str] = []
+    report = launched(tiny, fake_engine, [OURS, "router_ext"], 2, said)
     order = [launch.variant for launch in report.launches]
     assert order == ["stock", OURS, "router_ext", OURS, "router_ext", "stock"]
+    starts = [text.split(":")[0] for text in said if text.endswith(": starting")]
+    assert starts == order
+    assert (f"launch 4 ({OURS}) and 5 (router_ext) and 6 (stock) of 6" in said) == together
+    assert ("launch 4 (router_ext_pair) of 6" in said) != together
     assert report.agrees
     assert len(report.same) == 2 * len(serve.BATCHES)
     assert report.over_launches(OURS, 6).count == 2
@@ -371,6 +390,25 @@ def test_launches_in_mixed_order(tiny: Size, fake_engine: pathlib.Path) -> None:
     assert "of 2 launches each" in text and "equal" in text and "small_rows_kernel" in text
     record = launches.record_of(report)
     assert b'"backends":"router_ext_pair router_ext"' in record.line and b'"kind":"launches"' in record.line
+
+
+def test_a_comparison_cut_short_goes_on(tiny: Size, fake_engine: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = launched(tiny, fake_engine, [OURS], 2)
+    said: list[str] = []
+    assert launched(tiny, fake_engine, [OURS], 2, said).launches == whole.launches
+    assert not [text for text in said if text.endswith("starting")]
+    (fake_engine / "2-router_ext_pair" / launches.KEPT).write_text("{")  # as a full disk leaves it
+    (fake_engine / "4-stock" / launches.KEPT).unlink()
+    said.clear()
+    again = launched(tiny, fake_engine, [OURS], 2, said)
+    starts = [text.split(":")[0] for text in said if text.endswith("starting")]
+    assert starts == [OURS, "stock"]
+    assert [launch.variant for launch in again.launches] == [launch.variant for launch in whole.launches]
+    assert again.agrees and again.router[OURS][6] is not None
+    monkeypatch.setattr(launches, "source_hash", lambda _sources: "others")
+    said.clear()
+    launched(tiny, fake_engine, [OURS], 2, said)
+    assert len([text for text in said if text.endswith("starting")]) == 4
 
 
 def test_a_slower_or_wrong_engine_shows_over_launches(

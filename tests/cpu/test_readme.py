@@ -144,6 +144,13 @@ def test_results_show_the_fastest_of_each_side() -> None:
     assert "0123456789ab (2026-11-30)" in text
 
 
+def test_a_plan_is_raced_against_sglangs_count_and_sort() -> None:
+    planned = {"stages": "gate+selection+plan"}
+    lines = [bench("single", 6, 5.0, kernels=1, **planned), bench("sglang-pair+align", 6, 9.0, kernels=3, **planned)]
+    text = readme.results([*RECORDS, *lines])
+    assert "| 6 | - | 9.00, 3 kernels | 9.00 `sglang-pair+align`, 3 kernels | 5.00 `single`, 1 kernel | 1.80x |" in text
+
+
 def test_results_of_older_sources_are_marked() -> None:
     text = readme.results([bench("pair", 1, 5.0, source_hash="0" * 16)])
     assert "5.00 `pair` * |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -46,6 +47,21 @@ def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest
     assert second.data_ptr() >= first.data_ptr() + 4 * 100
     assert pool.take(CPU, ("stream", 1), 300).data_ptr() > second.data_ptr()  # more than it had: others are not overrun
     assert pool.take(CPU, ("graph", 1), 100).data_ptr() == second.data_ptr()
+
+
+def test_words_of_graphs_that_are_gone_serve_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "RESERVE", 1024)
+    pool = words.Pool()
+    stream = pool.take(CPU, ("stream", 1), 100)
+    for graph in range(40):  # far more than there is room for at a time
+        sizes = [150 + 10 * (graph % 7), 64, 200]
+        taken = [pool.take(CPU, ("graph", 3 * graph + i), size) for i, size in enumerate(sizes)]
+        spans = sorted((part.data_ptr(), part.data_ptr() + 4 * len(part)) for part in [stream, *taken])
+        assert all(end <= start for (_start, end), (start, _end) in itertools.pairwise(spans))
+        assert all((part == words.EMPTY).all() for part in taken)
+        pool.forget_graphs()
+    assert not pool.has(("graph", -1), 2048) and pool.has(("graph", -1), 192)
+    assert pool.take(CPU, ("stream", 1), 100).data_ptr() == stream.data_ptr()
 
 
 def test_a_launch_has_the_words_of_its_stream_or_graph(monkeypatch: pytest.MonkeyPatch) -> None:
