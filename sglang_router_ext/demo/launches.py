@@ -119,6 +119,8 @@ def run(
         path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
         places = {number: work / f"{number}-{name}" for number, name in order}
         done = {number: kept for number, name in order if (kept := _kept(places[number], name, made_by)) is not None}
+        for variant in set(variants) - {kept.launch.variant for kept in done.values() if kept.runs is not None}:
+            done.pop(next(number for number, name in order if name == variant), None)  # somebody must show tokens
         if done:
             say(f"launches {', '.join(map(str, done))} are taken from {work}, which an earlier call left")
         at_once = len(variants) if fits(len(variants), model, free) else 1

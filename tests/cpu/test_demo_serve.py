@@ -405,6 +405,11 @@ def test_a_comparison_cut_short_goes_on(tiny: Size, fake_engine: pathlib.Path, m
     assert starts == [OURS, "stock"]
     assert [launch.variant for launch in again.launches] == [launch.variant for launch in whole.launches]
     assert again.agrees and again.router[OURS][6] is not None
+    first = fake_engine / "1-stock" / launches.KEPT
+    first.write_bytes(msgspec.json.encode(msgspec.json.decode(first.read_bytes()) | {"runs": None}))
+    said.clear()
+    assert launched(tiny, fake_engine, [OURS], 2, said).agrees
+    assert [text for text in said if text.endswith("starting")] == ["stock: starting"]
     monkeypatch.setattr(launches, "source_hash", lambda _sources: "others")
     said.clear()
     launched(tiny, fake_engine, [OURS], 2, said)

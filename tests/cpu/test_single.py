@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_router_ext import agreement, reference
+from sglang_router_ext.bench import check
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.contract import BLOCKS, ContractError, PlanForm, Problem
+from sglang_router_ext.bench.inputs import Check
+from sglang_router_ext.contract import BLOCKS, ContractError, Gpu, PlanForm, Problem
+from sglang_router_ext.designs import TABLE
 from sglang_router_ext.fused import single, words
 from sglang_router_ext.fused.single import Placing
 from sglang_router_ext.gate.small_rows import config
@@ -69,6 +72,23 @@ def test_words_of_graphs_that_are_gone_serve_others(monkeypatch: pytest.MonkeyPa
         pool.forget_graphs()
     assert not pool.has(("graph", -1), 2048) and pool.has(("graph", -1), 192)
     assert pool.take(CPU, ("stream", 1), 100).data_ptr() == stream.data_ptr()
+
+
+def test_a_check_gives_the_words_of_its_graphs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "RESERVE", 1024)
+    monkeypatch.setattr(words, "_pools", {CPU: words.Pool()})
+    words._pools[CPU].take(CPU, ("stream", 1), 64)
+    graphs = itertools.count()
+
+    def capture(*_: object) -> list[str]:
+        words._pools[CPU].take(CPU, ("graph", next(graphs)), 300)
+        return []
+
+    monkeypatch.setattr(check, "examine", capture)
+    problem = Problem(experts=9, hidden=8, topk=3)
+    todo = [Check(case="small", problem=problem, rows=1)] * 20
+    outcomes = list(check.run([TABLE["cublas_gemm"]], todo, Gpu("none", 90), CPU))
+    assert len(outcomes) == 20 and not any(outcome.refused or outcome.failures for outcome in outcomes)
 
 
 def test_a_launch_has_the_words_of_its_stream_or_graph(monkeypatch: pytest.MonkeyPatch) -> None:
