@@ -198,7 +198,7 @@ def is_ours(record: BenchRecord) -> bool:
     return all(name in TABLE and TABLE[name].target and name != "naive" for name in names)
 
 
-def is_stale(record: BenchRecord) -> bool:
+def is_stale(record: BenchRecord | CheckRecord) -> bool:
     return record.source_hash != current_hash(record.design)
 
 
@@ -213,7 +213,11 @@ def _named(record: BenchRecord | None) -> str:
 
 
 def _checks(checks: Sequence[CheckRecord]) -> str:
-    parts = (f"`{c.design}` on {c.gpu}, {c.cases - c.failures} of {c.cases} checks passed ({c.time[:10]})" for c in checks)
+    parts = (
+        f"`{c.design}` on {c.gpu}, {c.cases - c.failures} of {c.cases} checks passed"
+        f" ({c.time[:10]}{', older sources' * is_stale(c)})"
+        for c in checks
+    )
     return f"Checks against the oracle: {'; '.join(parts)}.\n"
 
 

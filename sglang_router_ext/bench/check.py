@@ -160,7 +160,6 @@ def run(
     for number, check in enumerate(checks):
         if on_gpu and number % CHECKS_BETWEEN_FREES == 0:
             torch.cuda.empty_cache()  # graphs keep pools of their own
-        words.forget_graphs()  # those of the checks before are gone
         concerned = [design for design in designs if KINDS[check.kind].concerns(design.stages)]
         refused = [reasons(design, check.problem, check.rows, gpu) for design in concerned]
         runnable = {design.stages for design, why_not in zip(concerned, refused, strict=True) if not why_not}
@@ -171,7 +170,8 @@ def run(
             failures = []
             if not why_not:
                 try:
-                    failures = examine(design, check.problem, inputs, wanted[design.stages])
+                    with words.passing_graphs():
+                        failures = examine(design, check.problem, inputs, wanted[design.stages])
                 except Exception as error:
                     failures = [f"raised {type(error).__name__}: {error}"]
                     _still_alive(device, f"{design.name} on {check.name}")

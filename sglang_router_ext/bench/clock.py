@@ -183,6 +183,7 @@ class Clock:
         torch.cuda.synchronize(self.device)
         self._profile(lambda: flush(self._small))  # CUPTI's start-up stays out of the first session
 
+    @words.passing_graphs()
     def time(self, variants: Sequence[Variant], *, cold: bool, replays: int = REPLAYS) -> dict[str, Timed]:
         """Time all ``variants``, interleaved. One that raises or gives a wrong result gets words instead of a time.
 
@@ -204,7 +205,6 @@ class Clock:
                 done[variant.name] = Timed(None, wrong) if wrong else timed[variant.name]
         graphs.clear()
         torch.cuda.empty_cache()  # graphs keep pools of their own
-        words.forget_graphs()
         return {variant.name: done[variant.name] for variant in variants}
 
     def _time(self, graphs: dict[str, tuple[Graph, Any]], replays: int) -> dict[str, Timed]:

@@ -159,6 +159,11 @@ def _draw(axis: Any, curve: Sequence[Line], **style: Any) -> None:
     axis.plot([line.rows for line in curve], [line.median_us for line in curve], marker=".", **style)
 
 
+def _bar_name(line: Line) -> str:
+    mark = f" *{', plan' if line.stages == PLANNED else ''}" if line.ours else ""
+    return f"{line.design}{mark}\n{line.median_us:.2f} us"
+
+
 def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
     """The kernels of a layer's router over time, one panel a case and row count: SGLang's above, ours below, cold cache.
 
@@ -187,10 +192,7 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
                 lane = place + 0.3 * (depth % 2) - 0.15  # kernels that overlap stay apart
                 axis.barh(lane, end - start, left=start, height=0.28, color=colours[name], alpha=0.7)
                 axis.text(start, lane, f" {name}", va="center", fontsize="x-small", clip_on=True)
-        plan = [", plan" if line.ours and line.stages == PLANNED else "" for line in shown]
-        names_of = [f"{line.design}{' *' if line.ours else ''}{text}" for line, text in zip(shown, plan, strict=True)]
-        times = [f"{name}\n{line.median_us:.2f} us" for name, line in zip(names_of, shown, strict=True)]
-        axis.set_yticks(range(len(shown)), times)
+        axis.set_yticks(range(len(shown)), [_bar_name(line) for line in shown])
         axis.set_xlim(0, 1.15 * last)  # the last kernels' names have room
         axis.tick_params(labelbottom=True)
         axis.invert_yaxis()

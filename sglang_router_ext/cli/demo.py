@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from sglang_router_ext.demo.serve import ServeReport
 
 
+Layers = Annotated[int, typer.Option(help="of the model; the first has no experts")]
+Intermediate = Annotated[int, typer.Option(help="size of an expert")]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")]
+Record = Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")]
+AsJson = Annotated[bool, typer.Option("--json")]
+
+
 def _stop(*_: object) -> None:
     """End the command, so that engines and temporary files go with it. Not by typer's Exit: an Exception may be caught."""
     raise SystemExit(128 + signal.SIGTERM)
@@ -49,10 +56,10 @@ def _report(name: str, run: Callable[..., CpuReport | ServeReport | LaunchReport
 @app.command()
 def demo(
     *,
-    layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
-    moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
+    layers: Layers = demonstration.LAYERS,
+    moe_intermediate: Intermediate = demonstration.MOE_INTERMEDIATE,
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
-    fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
+    fp8: Fp8 = False,
     keep: Annotated[
         pathlib.Path | None,
         typer.Option(help="folder for checkpoint, logs and traces: new, empty, or of a demo of the same model"),
@@ -60,8 +67,8 @@ def demo(
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="draw the weights on the GPU, for more than a disk takes")
     ] = False,
-    record: Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")] = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    record: Record = False,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
     if not settings.read().enabled:
@@ -82,17 +89,17 @@ def demo(
 @app.command()
 def serve_bench(
     *,
-    layers: Annotated[int, typer.Option(help="of the model; the first has no experts")] = demonstration.LAYERS,
-    moe_intermediate: Annotated[int, typer.Option(help="size of an expert")] = demonstration.MOE_INTERMEDIATE,
+    layers: Layers = demonstration.LAYERS,
+    moe_intermediate: Intermediate = demonstration.MOE_INTERMEDIATE,
     backend: Annotated[
         list[str] | None, typer.Option("--moe-runner-backend", help=f"of ours; may be repeated; else {demonstration.BACKEND}")
     ] = None,
     launches: Annotated[int, typer.Option(help="of stock and of each backend")] = demonstration.LAUNCHES,
-    fp8: Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")] = False,
+    fp8: Fp8 = False,
     keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces, as in demo")] = None,
     in_memory: Annotated[bool, typer.Option("--in-memory", help="draw the weights on the GPU")] = False,
-    record: Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")] = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    record: Record = False,
+    as_json: AsJson = False,
 ) -> None:
     """Launch stock SGLang and backends of ours several times in mixed order, and compare the time of a decode step."""
     call = functools.partial(

@@ -119,7 +119,7 @@ def run(
         path = model_path(size, model, work, say, keep=keep is not None, in_memory=in_memory)
         places = {number: work / f"{number}-{name}" for number, name in order}
         done = {number: kept for number, name in order if (kept := _kept(places[number], name, made_by)) is not None}
-        for variant in set(variants) - {kept.launch.variant for kept in done.values() if kept.runs is not None}:
+        for variant in set(variants) - _shown(done):
             done.pop(next(number for number, name in order if name == variant), None)  # somebody must show tokens
         if done:
             say(f"launches {', '.join(map(str, done))} are taken from {work}, which an earlier call left")
@@ -135,8 +135,7 @@ def run(
                 )
                 for number, name in todo
             }
-            shown = {kept.launch.variant for kept in done.values() if kept.runs is not None}
-            for number, kept in _launch(workers, made_by, in_memory=in_memory, new=set(variants) - shown):
+            for number, kept in _launch(workers, made_by, in_memory=in_memory, new=set(variants) - _shown(done)):
                 done[number] = kept
                 (places[number] / KEPT).write_bytes(msgspec.json.encode(kept))
     made = [done[number] for number, _name in order]
@@ -156,6 +155,11 @@ def run(
         same,
         time.monotonic() - started,
     )
+
+
+def _shown(done: dict[int, Kept]) -> set[str]:
+    """Variants whose tokens are there."""
+    return {kept.launch.variant for kept in done.values() if kept.runs is not None}
 
 
 def _made_by(size: Size, *, in_memory: bool) -> str:

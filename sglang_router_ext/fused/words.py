@@ -6,7 +6,9 @@ replayed in order with itself; a graph has words of its own, since it may be rep
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,55 +22,63 @@ RESERVE = 16 * 2**20
 ALIGN = 64
 
 
+Owner = tuple[str, int]
+
+
 class Pool:
     """The words of one device."""
 
     def __init__(self) -> None:
         self._free: torch.Tensor | None = None
-        self._owned: dict[tuple[str, int], torch.Tensor] = {}
         self._returned: list[torch.Tensor] = []
+        self._owned: dict[
+            Owner, list[torch.Tensor]
+        ] = {}  # the last is in use; the others were too small, but launches know them
 
-    def has(self, owner: tuple[str, int], count: int) -> bool:
+    def has(self, owner: Owner, count: int) -> bool:
         """Whether ``owner`` can have ``count`` words without any being made."""
-        mine, size = self._owned.get(owner), _size(owner, count)
-        return (mine is not None and len(mine) >= count) or any(len(words) >= size for words in self._places())
+        return any(len(words) >= count for words in self._owned.get(owner, ())) or bool(self._places(_size(owner, count)))
 
-    def forget_graphs(self) -> None:
-        """As the function of this name, for this device."""
-        for owner in [owner for owner in self._owned if owner[0] == "graph"]:
-            self._returned.append(self._owned.pop(owner))
-
-    def _places(self) -> list[torch.Tensor]:
-        return [*self._returned, *([] if self._free is None else [self._free])]
-
-    def take(self, device: torch.device, owner: tuple[str, int], count: int) -> torch.Tensor:
+    def take(self, device: torch.device, owner: Owner, count: int) -> torch.Tensor:
         """``count`` int32 words of ``owner``, the same ones at every call that needs no more of them."""
-        mine = self._owned.get(owner)
-        if mine is None or len(mine) < count:
+        mine = self._owned.get(owner, [])
+        if not mine or len(mine[-1]) < count:
             size = _size(owner, count)
-            if not self.has(owner, count):
+            if not self._places(size):
                 none = self._free is None
                 allowed = "a launch before it, outside of any capture" if none else f"at most {RESERVE} words in all"
                 expect(owner[0] != "graph", "stream", "single in a CUDA graph's capture, without words left", allowed)
                 self._free = torch.full((max(RESERVE, size),), EMPTY, dtype=torch.int32, device=device)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()  # other streams take of them too; once
-            mine = self._part(size)
-            self._owned[owner] = mine
-        return mine[:count]
+            mine = self._owned[owner] = [*mine, self._part(size)]
+        return mine[-1][:count]
+
+    def graphs(self) -> set[Owner]:
+        return {owner for owner in self._owned if owner[0] == "graph"}
+
+    def take_back(self, owners: Iterable[Owner]) -> None:
+        """``owners`` launch no more: others may have their words."""
+        for owner in owners:
+            self._returned += self._owned.pop(owner)
+
+    def _places(self, size: int) -> list[torch.Tensor]:
+        free = [] if self._free is None else [self._free]
+        return [words for words in (*self._returned, *free) if len(words) >= size]
 
     def _part(self, size: int) -> torch.Tensor:
-        """``size`` words of the smallest place that has them."""
-        place = min((words for words in self._places() if len(words) >= size), key=len)
+        """At least ``size`` words, of the smallest place that has them. What came back stays whole, so that it is not whittled
+        down to pieces that serve nobody.
+        """
+        place = min(self._places(size), key=len)
         if place is self._free:
-            self._free = place[size:]
+            place, self._free = place[:size], place[size:]
         else:
             self._returned = [words for words in self._returned if words is not place]
-            self._returned += [place[size:]] if len(place) > size else []
-        return place[:size]
+        return place
 
 
-def _size(owner: tuple[str, int], count: int) -> int:
+def _size(owner: Owner, count: int) -> int:
     """Words to set aside; twice as many each time for a stream, whose launches come in all sizes."""
     return max(ALIGN, 1 << (count - 1).bit_length() if owner[0] == "stream" else -(-count // ALIGN) * ALIGN)
 
@@ -80,10 +90,15 @@ def reserve(device: torch.device) -> None:
         pool.take(device, ("stream", torch.cuda.current_stream(device).cuda_stream), ALIGN)
 
 
-def forget_graphs() -> None:
-    """Take back the words of all CUDA graphs; the caller answers for it that none of them is replayed again."""
-    for pool in _pools.values():
-        pool.forget_graphs()
+@contextlib.contextmanager
+def passing_graphs() -> Iterator[None]:
+    """CUDA graphs captured inside give their words back at the end; none of them may be replayed after it."""
+    before = {device: pool.graphs() for device, pool in _pools.items()}
+    try:
+        yield
+    finally:
+        for device, pool in _pools.items():
+            pool.take_back(pool.graphs() - before.get(device, set()))
 
 
 _pools: dict[torch.device, Pool] = {}
@@ -113,7 +128,7 @@ def _count(sums: tuple[int, ...], told: tuple[int, ...]) -> int:
     return _first(sums) + math.prod(told)
 
 
-def owner_of(module: Any, device: torch.device) -> tuple[str, int]:
+def owner_of(module: Any, device: torch.device) -> Owner:
     """Which launches the current one shares its words with: those of its graph, or of its stream."""
     stream = torch.cuda.current_stream(device).cuda_stream
     if not torch.cuda.is_current_stream_capturing():

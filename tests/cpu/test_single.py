@@ -69,9 +69,23 @@ def test_words_of_graphs_that_are_gone_serve_others(monkeypatch: pytest.MonkeyPa
         spans = sorted((part.data_ptr(), part.data_ptr() + 4 * len(part)) for part in [stream, *taken])
         assert all(end <= start for (_start, end), (start, _end) in itertools.pairwise(spans))
         assert all((part == words.EMPTY).all() for part in taken)
-        pool.forget_graphs()
+        pool.take_back(pool.graphs())
     assert not pool.has(("graph", -1), 2048) and pool.has(("graph", -1), 192)
     assert pool.take(CPU, ("stream", 1), 100).data_ptr() == stream.data_ptr()
+
+
+def test_only_graphs_captured_inside_give_words_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "RESERVE", 1024)
+    pool = words.Pool()
+    monkeypatch.setattr(words, "_pools", {CPU: pool})
+    pool.take(CPU, ("stream", 1), 64)
+    alive = pool.take(CPU, ("graph", 1), 100)
+    for graph in range(2, 20):
+        with words.passing_graphs():
+            passing = [pool.take(CPU, ("graph", graph), count) for count in (64, 256)]  # larger than at first
+            assert pool.take(CPU, ("graph", 1), 100).data_ptr() == alive.data_ptr()
+            assert alive.data_ptr() not in {part.data_ptr() for part in passing}
+    assert pool.graphs() == {("graph", 1)}
 
 
 def test_a_check_gives_the_words_of_its_graphs_back(monkeypatch: pytest.MonkeyPatch) -> None:
