@@ -48,7 +48,7 @@ struct SingleParams {
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, bool kTwice, PlanFormat kFormat, typename Memory>
+template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
   // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
   const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
@@ -89,8 +89,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector, kTwice>(
-          params.select, own, row, team, warp % kTeam, lane, settled);
+      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
       select(plan_row);
@@ -149,7 +148,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
     wait_for_producer();
     __nanosleep(1000);
   }
-  consume<kWarps, kSlices, kTeam, kTopk, kVector, kCount == RowCount::kEight, kFormat>(params, memory.consumer, consumer);
+  consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
 }
 
 template <

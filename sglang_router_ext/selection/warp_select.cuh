@@ -205,22 +205,14 @@ enum class Source {
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
-// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kTwice: words are asked for twice as often.
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
 // Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
 // padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
 
-template <
-    int kTeam,
-    int kGroups,
-    Source kSource,
-    int kSlices,
-    int kTopk,
-    bool kVector,
-    bool kTwice = false,
-    typename Settled = Nothing>
+template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector, typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
     const WarpSelectParams& params,
     RowMemory<kTeam, kTopk>& memory,
@@ -258,54 +250,29 @@ __device__ __forceinline__ void select_row(
   wait_for_producer();
   if constexpr (kSource != Source::kSums) load_bias();
   const bool padded = params.num_token_non_padded != nullptr && row >= __ldcg(params.num_token_non_padded);
-  auto load_parts = [&](float4(&to)[kParts][kGroups]) {
+  bool there;
+  do {
+    uint32_t largest = 0;
 #pragma unroll
     for (int s = 0; s < kParts; ++s) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         constexpr bool kFour = kVector || kSource != Source::kLogits;
-        to[s][g] = load_four<kFour>(source + s * kColumns + 128 * g, first_expert + 128 * g, past);
-      }
-    }
-  };
-  load_parts(part);
-  if constexpr (kSource == Source::kWords) {
-    auto complete = [&](const float4(&of)[kParts][kGroups]) {
-      uint32_t largest = 0;
-#pragma unroll
-      for (int s = 0; s < kParts; ++s) {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const float four[4] = {of[s][g].x, of[s][g].y, of[s][g].z, of[s][g].w};
+        part[s][g] = load_four<kFour>(source + s * kColumns + 128 * g, first_expert + 128 * g, past);
+        if constexpr (kSource == Source::kWords) {
+          const float four[4] = {part[s][g].x, part[s][g].y, part[s][g].z, part[s][g].w};
+          uint32_t bits[4];
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            largest = max(largest, kVector || first_expert + 128 * g + c < past ? __float_as_uint(four[c]) : 0u);
+            bits[c] = kVector || first_expert + 128 * g + c < past ? __float_as_uint(four[c]) : 0u;
           }
+          largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
         }
       }
-      return largest < kEmpty;
-    };
-    if constexpr (kTwice) {
-      // An answer takes a third of a microsecond, and two questions are under way, so a word waits for half of that at most.
-      float4 other[kParts][kGroups];
-      __nanosleep(100);
-      while (true) {
-        load_parts(other);
-        if (complete(part)) break;
-        load_parts(part);
-        if (!complete(other)) continue;
-#pragma unroll
-        for (int s = 0; s < kParts; ++s) {
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) part[s][g] = other[s][g];
-        }
-        break;
-      }
-    } else {
-      while (!complete(part)) load_parts(part);
     }
-    __syncwarp();
-  }
+    there = largest < kEmpty;
+  } while (kSource == Source::kWords && !there);
+  if constexpr (kSource == Source::kWords) __syncwarp();
   uint32_t key[kSlots], best = kNoKey;
   float logit[kSlots];
 #pragma unroll
