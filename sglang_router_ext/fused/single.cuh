@@ -73,6 +73,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
   // The warps without a row come first: they have the time to listen.
   const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
   const Hands hands = hands_of(plan, block, kWarps - 1 - warp - (busy - busy_before), kWarps - busy, lane);
+  bool elsewhere = false;
   if (has_row) {
     auto& own = memory.rows[team];
     if (lone && warp % kTeam == kTeam - 1) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (lone) return write_lone_row<kTopk>(plan, own.id, padded, lane);
       if (plans && lane < plan.slots.value) {
         const int id = lane < plan.topk ? own.id[lane % kTopk] : plan.experts + lane - plan.topk;
-        add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
+        elsewhere = add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
       }
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
@@ -106,10 +107,9 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
     // More words than these have threads: all listen, since a second word would take long (0.4 us for 96 rows).
     const int listeners = plan.rows * kIdWords<kTopk> <= waiters ? waiters : hands.threads;
     if (hands.thread < listeners) {
-      hear<kTopk>(plan, memory.plan, block, params.consumers, hands.thread, listeners);
+      elsewhere |= hear<kTopk>(plan, memory.plan, block, params.consumers, hands.thread, listeners);
     }
-    hands.sync();
-    const bool flat = plan.rows <= plan.block.value && memory.plan.any_elsewhere == 0;
+    const bool flat = !hands.any(elsewhere) && plan.rows <= plan.block.value;
     if (!flat) {
       count_blocks<kFormat>(plan, memory.plan, hands);
       hands.sync();

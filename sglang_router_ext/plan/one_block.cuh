@@ -85,7 +85,6 @@ struct alignas(16) PlanMemory {
   alignas(16) uint32_t elsewhere[kPlanRows];  // bit per slot of a row
   int elsewhere_before[kPlanRows + 1];        // slots in the rows before
   int16_t local_of[kPlanRows * kPlanSlots];   // of a slot; -1 elsewhere
-  uint32_t any_elsewhere;                     // whether a slot is
 };
 
 // All threads of the block; the caller synchronises before the first add_slot.
@@ -96,7 +95,6 @@ __device__ __forceinline__ void clear_plan(PlanMemory<kExperts>& memory, int thr
     *reinterpret_cast<uint4*>(memory.rows_of[i]) = uint4{0, 0, 0, 0};
   }
   for (int i = threadIdx.x; i < kPlanRows; i += threads) memory.elsewhere[i] = 0;
-  if (threadIdx.x == 0) memory.any_elsewhere = 0;
   for (int i = threadIdx.x; i <= kGroups; i += threads) memory.blocks_before[i] = 0;
   for (int i = threadIdx.x; i < (kGroups + 3) / 4 * 4; i += threads) memory.present[i] = 0;
 }
@@ -112,18 +110,16 @@ __device__ __forceinline__ void empty_places(const PlanParams& params, int threa
     *reinterpret_cast<int4*>(places + i) = int4{none, none, none, none};
 }
 
+// Returns whether the slot is elsewhere.
 template <int kExperts>
-__device__ __forceinline__ void add_slot(const PlanParams& params, PlanMemory<kExperts>& memory, int row, int k, uint32_t id) {
+__device__ __forceinline__ bool add_slot(const PlanParams& params, PlanMemory<kExperts>& memory, int row, int k, uint32_t id) {
   const uint32_t local = id - params.first_local;
   const bool here = id != kPadded && local < static_cast<uint32_t>(params.locals);
   memory.local_of[row * params.slots.value + k] = here ? static_cast<int16_t>(local) : -1;
   uint32_t* word = here ? &memory.rows_of[local][row / 32] : &memory.elsewhere[row];
   atomicOr(word, 1u << (here ? row % 32 : k));
-  if (!here) {
-    atomicOr(&memory.any_elsewhere, 1u);
-  } else if (params.rows <= params.block.value) {
-    atomicOr(&memory.present[local / kWarp], 1u << local % kWarp);
-  }
+  if (here && params.rows <= params.block.value) atomicOr(&memory.present[local / kWarp], 1u << local % kWarp);
+  return !here;
 }
 
 // A warp tells all planners but its own block (-1: it is none) which experts a row got. ids: the winners in order.
@@ -141,27 +137,30 @@ __device__ __forceinline__ void tell_planners(
   }
 }
 
-// A word of what another block told about a row.
+// A word of what another block told about a row. Returns whether a slot is elsewhere.
 template <int kExperts>
-__device__ __forceinline__ void take_word(
+__device__ __forceinline__ bool take_word(
     const PlanParams& params, PlanMemory<kExperts>& memory, int row, int word, uint32_t both) {
   const uint32_t low = both & 0xffffu;
-  add_slot(params, memory, row, 2 * word, low);
-  if (2 * word + 1 < params.topk) add_slot(params, memory, row, 2 * word + 1, both >> 16);
-  if (word > 0) return;
+  bool elsewhere = add_slot(params, memory, row, 2 * word, low);
+  if (2 * word + 1 < params.topk) elsewhere |= add_slot(params, memory, row, 2 * word + 1, both >> 16);
+  if (word > 0) return elsewhere;
 #pragma unroll 1
   for (int k = params.topk; k < params.slots.value; ++k) {
-    add_slot(params, memory, row, k, low == kPadded ? kPadded : params.experts + k - params.topk);
+    elsewhere |= add_slot(params, memory, row, k, low == kPadded ? kPadded : params.experts + k - params.topk);
   }
+  return elsewhere;
 }
 
 // What other blocks told, as soon as it is there, by `threads` threads from number 0 on. A warp takes its words all at once,
 // when the last is there: otherwise that one would wait for the others to be taken. Row number r is of block r % consumers.
+// Returns whether a slot is elsewhere.
 template <int kTopk, int kExperts>
-__device__ __forceinline__ void hear(
+__device__ __forceinline__ bool hear(
     const PlanParams& params, PlanMemory<kExperts>& memory, int block, Divisor consumers, int thread, int threads) {
   constexpr int kWords = kIdWords<kTopk>;
   const int words = params.rows * kWords;
+  bool elsewhere = false;
 #pragma unroll 1
   for (int i = thread; i - thread % kWarp < words; i += threads) {
     const int row = i / kWords, word = i % kWords;
@@ -175,8 +174,9 @@ __device__ __forceinline__ void hear(
     __syncwarp();
     if (!mine) continue;
     *from = kNoIds;
-    take_word(params, memory, row, word, both);
+    elsewhere |= take_word(params, memory, row, word, both);
   }
+  return elsewhere;
 }
 
 // Slots elsewhere, of the rows before each row and in all; a warp.
@@ -220,6 +220,15 @@ struct Hands {
 
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
+  }
+  // The same, and whether any thread says so.
+  __device__ __forceinline__ bool any(bool mine) const {
+    int found;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, 15, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
+                 : "=r"(found)
+                 : "r"(static_cast<int>(mine)), "r"(threads)
+                 : "memory");
+    return found;
   }
 };
 
