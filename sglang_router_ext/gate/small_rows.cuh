@@ -150,21 +150,6 @@ __device__ __forceinline__ void gate_block(
     }
   };
   load_rows(0);
-  if constexpr (kMany) {
-    // Later rows may be in no cache, and this block would wait for them tile by tile.
-#pragma unroll 1
-    for (int tile_of_rows = first + step; 16 * tile_of_rows < params.rows; tile_of_rows += step) {
-      go_to(16 * tile_of_rows);
-#pragma unroll
-      for (int i = 0; i < kDepth; ++i) {
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          if (kExact || begin + lane + 4 * i < past) ask_for(hidden_row[half] + 4 * i * 8);
-        }
-      }
-    }
-    go_to(16 * first);
-  }
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const int tile_of_rows = first + n * step, buffer = n % kBuffers;
