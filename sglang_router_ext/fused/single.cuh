@@ -31,9 +31,9 @@ struct alignas(16) ConsumerMemory {
 };
 
 // Of a block, which is one or the other, or first one and then the other.
-template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
+template <int kWarps, int kTiles, bool kHalved, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
 union SingleMemory {
-  GateMemory<kWarps, kTiles, kCount, false> producer;
+  GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, false> producer;
   ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
@@ -48,7 +48,7 @@ struct SingleParams {
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+template <int kWarps, int kParts, bool kHalves, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
   // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
   const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
@@ -90,7 +90,8 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
+      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kHalves>(
+          params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
       select(plan_row);
@@ -123,6 +124,7 @@ template <
     int kTiles,
     int kDepth,
     bool kExact,
+    bool kHalved,
     RowCount kCount,
     int kSlices,
     int kTeam,
@@ -131,7 +133,9 @@ template <
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
+  constexpr bool kHalves = kHalved && kCount == RowCount::kMany;
+  constexpr int kParts = kHalves ? 2 * kSlices : kSlices;
+  using Memory = SingleMemory<kWarps, kTiles, kHalved, kCount, kTeam, kTopk, kFormat>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(bytes);
   const int consumer = blockIdx.x - params.before_consumers;
@@ -139,8 +143,8 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
   const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
   if (producer >= 0 && producer < params.producers) {
     const int column = producer % params.columns, rest = producer / params.columns;
-    gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
-        params.gate, memory.producer, column, rest % kSlices, kSlices, rest / kSlices, params.tiles_of_rows);
+    gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kCount, false, true>(
+        params.gate, memory.producer, column, rest % kParts, kParts, rest / kParts, params.tiles_of_rows);
     if (!consumes) return;
     __syncthreads();
   } else if (kCount == RowCount::kMany) {
@@ -148,7 +152,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
     wait_for_producer();
     __nanosleep(1000);
   }
-  consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
+  consume<kWarps, kParts, kHalves, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -156,6 +160,7 @@ template <
     int kTiles,
     int kDepth,
     bool kExact,
+    bool kHalved,
     int kSlices,
     int kManyTiles,
     int kGroups,
@@ -208,13 +213,15 @@ struct Single {
     SingleParams params{};
     params.gate = small_rows_params(hidden, weight);
     params.gate.out = static_cast<float*>(sums.data_ptr());
-    params.gate.out_stride = kSlices * 128 * kGroups;
+    const int rows = params.gate.rows;
+    const bool many = row_count(rows) == RowCount::kMany;
+    const int slices = many && kHalved ? 2 * kSlices : kSlices;
+    params.gate.out_stride = slices * 128 * kGroups;
     params.gate.slice_stride = 128 * kGroups;
     params.select = warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     params.select.logits = params.gate.out;
     params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
-    const int rows = params.gate.rows;
     PlanParams& plan = params.plan;
     plan.rows = rows, plan.topk = params.select.topk, plan.experts = params.gate.experts;
     plan.slots = Divisor::of(params.select.slots), plan.block = Divisor::of(std::max(1, static_cast<int>(block)));
@@ -231,19 +238,19 @@ struct Single {
       plan.room = static_cast<int>(plan1.size(0) - 1);
     }
     params.consumers = Divisor::of(static_cast<int>(consumers));
-    const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
+    const int columns = 8 * (many ? kManyTiles : kTiles);
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
-    params.producers = params.columns * kSlices * params.tiles_of_rows;
+    params.producers = params.columns * slices * params.tiles_of_rows;
     const int blocks = placing == kBoth ? params.producers : params.producers + params.consumers.value;
     params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
-          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
+          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kHalved, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
           dim3(blocks),
           dim3(kWarps * kWarp),
           1,
-          sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
+          sizeof(SingleMemory<kWarps, kBlockTiles, kHalved, kCount, kGroups, kTopk, kFormat>),
           stream_of(hidden),
           params);
     };

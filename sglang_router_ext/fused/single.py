@@ -46,13 +46,20 @@ class Division(NamedTuple):
     placing: Placing
 
 
-def many_tiles(split: Config) -> int:
+def many_tiles(split: Config, experts: int) -> int:
     """``tiles`` of a launch with more than 16 rows: of two operands of equal size the fewest bytes are read, and what a
     multiprocessor reads from the L2 is what such a launch takes its time for. Registers set the limit.
     """
+    if split.halved:
+        return max((6, 5, 4), key=lambda tiles: (-(-experts % (8 * tiles)), tiles))
     if not split.exact or split.depth > 2:
         return split.tiles
     return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
+
+
+def slices(split: Config, rows: int) -> int:
+    """Of K, in a launch of ``rows`` rows."""
+    return split.slices * (2 if split.halved and rows > 16 else 1)
 
 
 @functools.cache
@@ -63,7 +70,7 @@ def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
     """
     split, tiles = config(experts, hidden), -(-rows // 16)
     team = groups(experts)
-    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split)))) * split.slices
+    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split, experts)))) * slices(split, rows)
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
     most = split.warps // team
@@ -82,7 +89,7 @@ def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
 def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
     """The C++ instance that serves a shape and a format."""
     split = config(experts, hidden)
-    shape = f"{split.template}, {split.slices}, {many_tiles(split)}, {template(experts, vector)}"
+    shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
@@ -118,7 +125,7 @@ def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | No
     how = division(rows, experts, problem.hidden, _processors(device))
     module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
-    return module, how, (rows, split.slices, 128 * groups(experts)), told
+    return module, how, (rows, slices(split, rows), 128 * groups(experts)), told
 
 
 def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:

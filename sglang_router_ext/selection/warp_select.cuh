@@ -62,6 +62,10 @@ __device__ __forceinline__ float4 as_floats(const uint4& bits) {
   return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
 }
 
+__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 // Writes one candidate: its key to `at`, its id kPlane bytes behind and its logit as many again. Under a predicate, see
 // store_if.
 template <int kPlane>
@@ -205,14 +209,22 @@ enum class Source {
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
-// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kHalves: two sums make the one of a slice.
 // Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
 // padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
 
-template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector, typename Settled = Nothing>
+template <
+    int kTeam,
+    int kGroups,
+    Source kSource,
+    int kSlices,
+    int kTopk,
+    bool kVector,
+    bool kHalves = false,
+    typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
     const WarpSelectParams& params,
     RowMemory<kTeam, kTopk>& memory,
@@ -277,10 +289,13 @@ __device__ __forceinline__ void select_row(
   float logit[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    float4 sum = part[0][g];
+    constexpr int kEach = kHalves ? 2 : 1;
+    float4 sum;
 #pragma unroll
-    for (int s = 1; s < kParts; ++s) {
-      sum.x += part[s][g].x, sum.y += part[s][g].y, sum.z += part[s][g].z, sum.w += part[s][g].w;
+    for (int s = 0; s < kParts; s += kEach) {
+      float4 slice = part[s][g];
+      if constexpr (kHalves) slice = plus(slice, part[s + 1][g]);
+      sum = s == 0 ? slice : plus(sum, slice);
     }
     const float four[4] = {sum.x, sum.y, sum.z, sum.w}, add[4] = {bias[g].x, bias[g].y, bias[g].z, bias[g].w};
     const int expert = first_expert + 128 * g;

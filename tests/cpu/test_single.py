@@ -36,8 +36,8 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
         assert each * how.consumers >= rows and each * team <= split.warps
         assert 1 <= how.planners <= how.consumers < 132 / 2  # two launches at a time leave room
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
-        columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split))
-        producers = -(-experts // columns) * split.slices * how.tiles_of_rows
+        columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split, experts))
+        producers = -(-experts // columns) * single.slices(split, rows) * how.tiles_of_rows
         match how.placing:
             case Placing.FIRST:
                 assert producers + how.consumers <= 132
