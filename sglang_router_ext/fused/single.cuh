@@ -9,11 +9,12 @@
 //
 // What lost, in microseconds for 288 x 4096 with a cold cache: warps without a row that went through the instructions ahead (no
 // gain; all warps: +1.4); the gate's operands brought by the copy engine (+0.2 for 96 rows); two blocks that halve a slice,
-// have twice the experts each and share the rows through shared memory (+0.4 for 96 rows, though a quarter less is read: 16
-// rows at a time take a block half a microsecond, and it has more of them); one reader for a row's plan words instead of one
-// for each
-// (+0.3); the weights before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6
-// rows).
+// have twice the experts each and share the rows through shared memory (+0.4 for 96 rows); later rows asked for or copied to
+// shared memory while the first ones come, since all blocks of a slice ask for the same lines and whoever needs them waits
+// longer (256 x 7168, 96 rows: +1.7 and +3.5; one block a line, or once the first ones are there: no gain); words that are
+// there not asked for again (+0.15 to 0.25), or all of them asked for twice as often (+0.1); whether a slot is elsewhere read
+// from shared memory behind the barrier (+0.08); one reader for a row's plan words instead of one for each (+0.3); the weights
+// before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6 rows).
 #pragma once
 
 #include <algorithm>

@@ -64,21 +64,24 @@ def slices(split: Config, rows: int) -> int:
 
 @functools.cache
 def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
-    """Measured on an H200. Up to 8 rows have as few consumers as can be, since what one has, its plan need not be told. More
-    rows are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
+    """Measured on an H200. What a consumer has, its plan need not be told, so few rows share one while it has warps to spare.
+    More are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
     them. One planner is best while it has four threads for every slot of a top-8.
     """
-    split, tiles = config(experts, hidden), -(-rows // 16)
-    team = groups(experts)
+    split, tiles, team = config(experts, hidden), -(-rows // 16), groups(experts)
     producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split, experts)))) * slices(split, rows)
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
-    most = split.warps // team
-    choices = [min(most, rows if rows <= 8 else max(2, -(-rows // MOST_CONSUMERS)))]
-    if rows > 64:
-        choices.append(min(most, 4))
     room = processors - producers * shares
-    each = next((each for each in choices if -(-rows // each) <= room), choices[0])
+    most = split.warps // team
+    if rows <= 8:
+        choices = [rows if 4 * rows * team <= 3 * split.warps else 2]
+    elif rows <= 16:
+        choices = [1, 2]
+    else:
+        least = max(2, -(-rows // MOST_CONSUMERS))
+        choices = [max(least, 4), least] if rows > 64 else [least]
+    each = min(most, next((each for each in choices if -(-rows // each) <= room), choices[-1]))
     consumers = -(-rows // each)
     few = rows <= 8 or rows <= min(16, split.warps - each * team)
     planners = 1 if few else rows // 4 if rows <= 16 else 4 if rows <= 48 else PLANNERS

@@ -213,6 +213,8 @@ __device__ __forceinline__ uint32_t below(int bit) {
 
 // The threads of a block that plan, whole warps; the others are busy otherwise. kSlotLanes lanes share a slot. Barrier 15 is
 // theirs alone: those of rows' teams are below.
+// RX_RACECHECK: for compute-sanitizer's racecheck (2025.3), which reports what was written after a barrier of some warps and
+// read after the next one, that of all warps included, until there were two more.
 inline constexpr int kSlotLanes = 4;
 struct Hands {
   int thread, threads;
@@ -220,6 +222,9 @@ struct Hands {
 
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
+#ifdef RX_RACECHECK
+    asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
+#endif
   }
   // The same, and whether any thread says so.
   __device__ __forceinline__ bool any(bool mine) const {
@@ -228,6 +233,9 @@ struct Hands {
                  : "=r"(found)
                  : "r"(static_cast<int>(mine)), "r"(threads)
                  : "memory");
+#ifdef RX_RACECHECK
+    sync();
+#endif
     return found;
   }
 };
