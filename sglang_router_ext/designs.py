@@ -134,6 +134,9 @@ DESIGNS: tuple[Design, ...] = (
             *_SMALL_ROWS,
             *_WARP_SELECT,
         ),
+        status="on",
+        bands={"NVIDIA H200": (Rows(1, 96),)},
+        bands_without_plan={"NVIDIA H200": (Rows(17, 96),)},
     ),
     Design(
         name="pair",

@@ -29,11 +29,11 @@ from sglang_router_ext.bench.record import (
     microseconds,
     read_all,
 )
-from sglang_router_ext.demo.pace import Spread
+from sglang_router_ext.demo.pace import Spread, spread
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
-SERVED = "served"
+SERVED, LAUNCHES = "served", "launches"
 """Kind of a record that ``demo --record`` writes."""
 MARK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
@@ -106,6 +106,8 @@ def results(records: Sequence[Record] | None = None) -> str:
             newest.pop((*model, None, *served), None)  # records of before say nothing of the experts' size
         newest[*model, line.get("moe_intermediate"), *served] = line
     parts += [_served(line) for line in newest.values()]
+    compared = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == LAUNCHES]
+    parts += [_launches(line) for line in {(line["problem"], line["experts"]): line for line in compared}.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 
@@ -161,6 +163,35 @@ def _served(line: dict[str, Any]) -> str:
     ]
     tokens = f"\n{_tokens(line['tokens'])}\n" if "tokens" in line else ""
     return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}{tokens}"
+
+
+def _launches(line: dict[str, Any]) -> str:
+    """A comparison of launches: a decode step by the clock, over launches, of each its median."""
+    launches: list[dict[str, Any]] = line["launches"]
+    variants = list(dict.fromkeys(launch["variant"] for launch in launches))
+    rows = []
+    for size in launches[0]["step_ms"]:
+        steps = {
+            name: spread([launch["step_ms"][size]["median"] for launch in launches if launch["variant"] == name])
+            for name in variants
+        }
+        stock = steps[variants[0]].median
+        changes = (f" ({steps[name].median / stock - 1:+.1%})" if name != variants[0] else "" for name in variants)
+        rows.append((size, *(steps[name].text(3) + change for name, change in zip(variants, changes, strict=True))))
+    count = len(launches) // len(variants)
+    where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['experts']} experts of"
+    judged = line["tokens"]
+    equal = f"{sum(one['equal'] for one in judged)} of {sum(one['sequences'] for one in judged)} sequences are equal throughout"
+    verdict = (
+        "NOT stock's"
+        if any(one["against"] for one in judged)
+        else "stock's but for near-ties, of which these weights make many"
+    )
+    return (
+        f"A decode step of {where} {line['moe_intermediate']}) by the clock, in ms: the median of {count} launches each, in"
+        f" mixed order (p10 to p90); run {line['run']} ({line['time'][:10]}).\n\n"
+        f"{table(('requests', *variants), rows)}\nGreedy tokens are {verdict}; {equal}.\n"
+    )
 
 
 def _tokens(judged: Sequence[dict[str, Any]]) -> str:

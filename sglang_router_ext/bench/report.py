@@ -115,14 +115,17 @@ def per_pass(lines: Sequence[Line]) -> list[str]:
 def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     """Median microseconds over rows, one panel a case and cache state: routers of ours solid, peers dashed, floors dotted.
 
-    Of our routers each row count shows the fastest only, so that the picture answers one question: ours or theirs.
+    Of our routers each row count shows the fastest only, so that the picture answers one question: ours or theirs. Beside it
+    stands the fastest that makes the experts' plan too, as ``sglang-pair+align`` does.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    shown = [line for line in lines if line.timing and line.stages in (ROUTER, "floor")]
+    shown = [
+        line for line in lines if line.timing and (line.stages in (ROUTER, "floor") or (line.ours and line.stages == PLANNED))
+    ]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
@@ -131,11 +134,15 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
         for place, design in enumerate(peers):
             curve = sorted((line for line in here if line.design == design and not line.ours), key=lambda line: line.rows)
             floor = curve[0].stages == "floor"
-            colour = str(0.3 + 0.25 * (design == FLOOR)) if floor else f"C{place % 10}"
+            colour = str(0.3 + 0.25 * (design == FLOOR)) if floor else f"C{1 + place % 9}"
             _draw(axis, curve, label=design, linestyle=":" if floor else "--", color=colour, linewidth=1.2)
-        mine = [_fastest([x for x in here if x.rows == rows], ours=True) for rows in sorted({x.rows for x in here})]
-        names = " / ".join(dict.fromkeys(line.design for line in mine if line))
-        _draw(axis, [line for line in mine if line], label=f"ours: {names}", color="black", linewidth=2.4)
+        for stages, what, colour in ((ROUTER, "ours", "black"), (PLANNED, "ours, with plan", "tab:blue")):
+            group = [line for line in here if line.stages == stages]
+            found = (_fastest([x for x in group if x.rows == rows], ours=True) for rows in sorted({x.rows for x in group}))
+            mine = [line for line in found if line is not None]
+            names = " / ".join(dict.fromkeys(line.design for line in mine))
+            if mine:
+                _draw(axis, mine, label=f"{what}: {names}", color=colour, linewidth=2.4)
         ticks = sorted({line.rows for line in here})
         apart = [tick for place, tick in enumerate(ticks) if place == 0 or tick > 1.2 * ticks[place - 1]]
         axis.set_xscale("log", base=2)
@@ -176,10 +183,9 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
 
     timed = [line for line in lines if line.kernels and line.cache == "cold" and line.stages in (ROUTER, PLANNED)]
     panels = list(dict.fromkeys((line.case, line.rows) for line in timed))
-    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 3 * max(1, len(panels))), squeeze=False, sharex=True)
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 3 * max(1, len(panels))), squeeze=False)
     names = dict.fromkeys(name for line in timed for name, _, _ in line.kernels)
     colours = {name: pyplot.get_cmap("tab20")(place % 20) for place, name in enumerate(names)}
-    last = max((end for line in timed for _, _, end in line.kernels), default=1.0)
     for axis, (case, rows) in zip(axes[:, 0], panels, strict=False):
         here = [line for line in timed if (line.case, line.rows) == (case, rows)]
         shown: list[Line] = []
@@ -193,8 +199,8 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
                 axis.barh(lane, end - start, left=start, height=0.28, color=colours[name], alpha=0.7)
                 axis.text(start, lane, f" {name}", va="center", fontsize="x-small", clip_on=True)
         axis.set_yticks(range(len(shown)), [_bar_name(line) for line in shown])
+        last = max((end for line in shown for _, _, end in line.kernels), default=1.0)
         axis.set_xlim(0, 1.15 * last)  # the last kernels' names have room
-        axis.tick_params(labelbottom=True)
         axis.invert_yaxis()
         axis.set_xlabel("microseconds from the start of the first kernel")
         axis.set_title(f"{case}, {rows} row{'s' if rows > 1 else ''}, cold L2 cache (* ours)")

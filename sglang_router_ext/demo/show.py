@@ -222,7 +222,10 @@ def _difference(stock: Spread, ours: Spread, word: str) -> str:
 
 
 def _router(time: RouterTime | None) -> str:
-    return "not found" if time is None else f"{time.median_us:.2f} us\n" + "\n".join(time.kernels)
+    if time is None:
+        return "not found"
+    sorting = (f"then {name}{'' if number == 1 else f' ({number:g} a layer)'}" for name, number in time.sorting.items())
+    return "\n".join((f"{time.median_us:.2f} us", *time.kernels, *sorting))
 
 
 def _counts(judged: Judged) -> tuple[str, str]:

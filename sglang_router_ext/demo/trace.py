@@ -3,8 +3,9 @@
 A decode step is one replay of a CUDA graph, so its kernels are known by the launch that they share: a kernel outside a graph
 has a launch of its own. The first prefill is outside, and so is what picks the next token after each step.
 
-The selection is found by name. The gate GEMM is often a library kernel whose name says nothing, so it is found by place: what
-the selection's stream runs between the norm in front of the MoE block and the selection.
+A selection is found by name, and so is a kernel that is the whole router. The gate GEMM is often a library kernel whose name
+says nothing, so it is found by place: what the selection's stream runs between the norm in front of the MoE block and the
+selection.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ SELECTION = re.compile(
     r"warp_select_kernel|triton_select_kernel|_router_triton_kernel|moe_fused_gate|route_radix|radix_gate|topkGating|moeTopK"
     r"|grouped_topk|fused_topk"
 )
+ROUTER = re.compile(r"(?:^|[\s:])single_kernel\b")
+SORTING = re.compile(r"moe_align|count_and_sort|sort_expert")
+"""Kernels that sort slots by expert, as SGLang names them."""
 NORM = re.compile(r"norm", re.IGNORECASE)
 LONGEST_GATE = 4
 """Kernels of the slowest gate GEMM that is looked for: casts, the product, and the sum of its parts."""
@@ -64,6 +68,8 @@ class RouterTime(msgspec.Struct, frozen=True):
     """From the start of the first kernel to the end of the last."""
     layers: int
     """Layers that were seen, over all steps."""
+    sorting: dict[str, float] = {}
+    """Name -> how many kernels a layer has beside these that sort its slots by expert."""
 
 
 def kernels(file: str | pathlib.Path) -> list[Kernel]:
@@ -128,11 +134,13 @@ def _covered(listed: list[Kernel]) -> float:
 
 
 def routers(listed: list[Kernel]) -> list[list[Kernel]]:
-    """The kernels of each router call, in order; the last one is the selection."""
+    """The kernels of each router call, in order; the last one is the selection, or the only one the whole router."""
     streams: dict[int, list[Kernel]] = {}
     found = []
     for kernel in listed:
         before = streams.setdefault(kernel.stream, [])
+        if ROUTER.search(kernel.name):
+            found.append([kernel])
         if SELECTION.search(kernel.name):
             gate: list[Kernel] = []
             for earlier in reversed(before[-LONGEST_GATE:]):
@@ -145,8 +153,12 @@ def routers(listed: list[Kernel]) -> list[list[Kernel]]:
 
 
 def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
-    """The most frequent router, which is that of the decode steps; None where no selection is known by name."""
-    calls = [call for listed in traces for call in routers(listed)]
+    """The most frequent router of the decode steps; None where no selection is known by name.
+
+    Without replays of a graph, that of all steps: the first prefill is one of many.
+    """
+    steps = [step for listed in traces for step in replays(listed) or [listed]]
+    calls = [call for step in steps for call in routers(step)]
     if not calls:
         return None
     names = Counter(tuple(short(kernel.name) for kernel in call) for call in calls)
@@ -156,4 +168,6 @@ def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
         for call in calls
         if tuple(short(kernel.name) for kernel in call) == most
     ]
-    return RouterTime(list(most), round(statistics.median(spans), 2), count)
+    sorting = Counter(short(kernel.name) for step in steps for kernel in step if SORTING.search(kernel.name))
+    a_layer = {name: round(number / count, 2) for name, number in sorted(sorting.items())}
+    return RouterTime(list(most), round(statistics.median(spans), 2), count, a_layer)

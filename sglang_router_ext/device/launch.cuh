@@ -51,6 +51,7 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
 }
 
 // Has the L2 fetch what is about to be read. Reads nothing itself, so it may come before the wait for whoever writes there.
+// Where it is about to be written, the address is translated by then; of a cold page that takes as long as a load.
 __device__ __forceinline__ void ask_for(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -97,6 +98,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// 16 bytes of shared memory. Volatile, so that all of a thread's loads are under way before the first is used.
+__device__ __forceinline__ uint4 load_four_shared(const void* address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared_address(address))
+               : "memory");
+  return value;
+}
+
 // A barrier in shared memory that opens when the bytes that are expected of it have come. One thread arrives.
 __device__ __forceinline__ void init_arrival(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -129,16 +140,6 @@ inline void check_cuda(const char* what, cudaError_t error) {
 
 inline cudaStream_t stream_of(const TensorView& tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(tensor.device().device_type, tensor.device().device_id));
-}
-
-// Which CUDA graph the current stream of CUDA device `device` is captured into; 0: none.
-inline int64_t capture_of(int32_t device) {
-  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id);
-  check_cuda("capture", error);
-  return status == cudaStreamCaptureStatusActive ? static_cast<int64_t>(id) : 0;
 }
 
 // Launches `kernel` with the PDL attribute, in clusters of (1, cluster, 1) blocks, with `shared` bytes of dynamic shared

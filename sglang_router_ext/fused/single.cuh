@@ -3,14 +3,18 @@
 // between them, and the reader empties it again for the next launch. The winners go from consumers to planners, which are
 // consumers themselves, in the same way.
 //
-// Producers wait for nobody and consumers for producers alone, planners for consumers; so a launch ends if every consumer has a
-// place on the GPU, which they have while those of all launches at a time are fewer than its multiprocessors.
+// With many rows the last producers consume once they have produced. Only consumers wait, and all of a launch's other blocks
+// end by themselves; so every launch ends while the consumers of all launches at a time are fewer than the multiprocessors.
 //   shared      SingleMemory
 //
 // What lost, in microseconds for 288 x 4096 with a cold cache: warps without a row that went through the instructions ahead (no
-// gain; all warps: +1.4); blocks of 30 warps, so that one consumer has up to 10 rows and tells nobody (+0.3 for 6 rows); the
-// gate's operands brought by the copy engine (+0.2 for 96 rows, where the L2 sets the pace); one reader for a row's plan words
-// instead of one for each (+0.3); the weights before the plan (+0.2).
+// gain; all warps: +1.4); the gate's operands brought by the copy engine (+0.2 for 96 rows); two blocks that halve a slice,
+// have twice the experts each and share the rows through shared memory (+0.4 for 96 rows); later rows asked for or copied to
+// shared memory while the first ones come, since all blocks of a slice ask for the same lines and whoever needs them waits
+// longer (256 x 7168, 96 rows: +1.7 and +3.5; one block a line, or once the first ones are there: no gain); words that are
+// there not asked for again (+0.15 to 0.25), or all of them asked for twice as often (+0.1); whether a slot is elsewhere read
+// from shared memory behind the barrier (+0.08); one reader for a row's plan words instead of one for each (+0.3); the weights
+// before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6 rows).
 #pragma once
 
 #include <algorithm>
@@ -27,10 +31,10 @@ struct alignas(16) ConsumerMemory {
   PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
 };
 
-// Of a block, which is one or the other.
-template <int kWarps, int kTiles, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
+// Of a block, which is one or the other, or first one and then the other.
+template <int kWarps, int kTiles, bool kHalved, RowCount kCount, int kTeam, int kTopk, PlanFormat kFormat>
 union SingleMemory {
-  GateMemory<kWarps, kTiles, kCount, false> producer;
+  GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, false> producer;
   ConsumerMemory<kWarps / kTeam, kTeam, kTopk, 128 * kTeam, kFormat> consumer;
 };
 
@@ -38,44 +42,57 @@ struct SingleParams {
   SmallRowsParams gate;
   WarpSelectParams select;
   PlanParams plan;
-  int consumers, rows_each;    // a consumer has rows_each rows
+  Divisor consumers;           // number b has the rows b, b + consumers, ..
   int columns, tiles_of_rows;  // producers: columns of experts, and how many share the rows of one
-  bool consumers_first;
+  int before_consumers;        // blocks before the first consumer's
+  int producers;               // the first of these blocks, or, where consumers are the first, the last
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kSlices, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
-__device__ __forceinline__ void consume(const SingleParams& params, Memory& memory, int block) {
-  constexpr int kTeams = kWarps / kTeam, kThreads = kWarps * kWarp, kWords = kIdWords<kTopk>;
+template <int kWarps, int kParts, bool kHalves, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+__device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
+  // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
+  const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
+  Memory& memory = *static_cast<Memory*>(__cvta_shared_to_generic(address));
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+  const int lane = __shfl_sync(kAllLanes, threadIdx.x % kWarp, threadIdx.x % kWarp), team = warp / kTeam;
   constexpr bool kPlan = kFormat != PlanFormat::kNone;
   const PlanParams plan = kPlan ? in_registers(params.plan) : params.plan;
   const bool lone = kFormat == PlanFormat::kAligned && plan.rows == 1, plans = kPlan && !lone && block < plan.planners;
   if (plans) {
-    clear_plan<kThreads>(memory.plan);
+    if (threadIdx.x == 0) ask_for(kFormat == PlanFormat::kAligned ? plan.sorted_slots : plan.place_to_row);
+    if (threadIdx.x == 1) ask_for(kFormat == PlanFormat::kAligned ? plan.block_experts : plan.slot_to_place);
+    clear_plan(memory.plan, kWarps * kWarp);
     __syncthreads();
   }
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, team = warp / kTeam;
-  const int first_row = block * params.rows_each, past_row = min(first_row + params.rows_each, params.select.rows);
-  const int row = first_row + team;
-  if (params.select.rows > 16) {
-    // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
-    wait_for_producer();
-    __nanosleep(1000);
-  }
-  const bool has_row = team < kTeams && row < past_row;
+  // A consumer has rows of all tiles, so that some are selected before the last ones come.
+  const int row = block + team * params.consumers.value;
+  const int rows_here = params.consumers.quotient(params.select.rows - block + params.consumers.value - 1);
+  const bool has_row = team < rows_here;
+  const int idle = kWarps - kTeam * rows_here;  // with one planner they empty all places ahead
+  const bool emptied = plan.planners == 1 && idle > 0;
+  // The warps without a row come first: they have the time to listen.
+  const int busy = kTeam > 1 ? rows_here : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
+  const Hands hands = hands_of(plan, block, kWarps - 1 - warp - (busy - busy_before), kWarps - busy, lane);
+  bool elsewhere = false;
   if (has_row) {
     auto& own = memory.rows[team];
+    if (lone && warp % kTeam == kTeam - 1) {
+      wait_for_producer();
+      empty_places<kFormat>(plan, lane, kWarp);
+    }
     auto plan_row = [&](bool padded) {
       if (warp % kTeam != kTeam - 1) return;
       if (lone) return write_lone_row<kTopk>(plan, own.id, padded, lane);
       if (plans && lane < plan.slots.value) {
         const int id = lane < plan.topk ? own.id[lane % kTopk] : plan.experts + lane - plan.topk;
-        add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
+        elsewhere = add_slot(plan, memory.plan, row, lane, padded ? kPadded : id);
       }
-      tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
+      if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kSlices, kTopk, kVector>(params.select, own, row, team, warp % kTeam, lane, settled);
+      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kHalves>(
+          params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
       select(plan_row);
@@ -87,18 +104,19 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& memo
     const bool weighs = kTeam > 1 && has_row && warp % kTeam == 0;
     if (!plans || weighs) return;
     if (!has_row) wait_for_producer();
-    // The warps without a row come first: they have the time to listen.
-    const int busy = kTeam > 1 ? past_row - first_row : 0, busy_before = min(busy, (warp + kTeam - 1) / kTeam);
-    const Hands hands{kWarp * (kWarps - 1 - warp - (busy - busy_before)) + lane, kWarp * (kWarps - busy)};
-#pragma unroll 1
-    for (int i = hands.thread; i < params.select.rows * kWords; i += hands.threads) {
-      const int other = i / kWords;
-      if (other < first_row || other >= past_row) hear_word<kTopk>(plan, memory.plan, other, i % kWords, block);
+    const int waiters = kWarp * idle;
+    if (emptied && hands.thread < waiters) empty_places<kFormat>(plan, hands.thread, waiters);
+    // More words than these have threads: all listen, since a second word would take long (0.4 us for 96 rows).
+    const int listeners = plan.rows * kIdWords<kTopk> <= waiters ? waiters : hands.threads;
+    if (hands.thread < listeners) {
+      elsewhere |= hear<kTopk>(plan, memory.plan, block, params.consumers, hands.thread, listeners);
     }
-    hands.sync();
-    count_blocks<kFormat>(plan, memory.plan, block, hands);
-    hands.sync();
-    write_plan<kFormat>(plan, memory.plan, block, hands);
+    const bool flat = !hands.any(elsewhere) && plan.rows <= plan.block.value;
+    if (!flat) {
+      count_blocks<kFormat>(plan, memory.plan, hands);
+      hands.sync();
+    }
+    write_plan<kFormat>(plan, memory.plan, block, hands, flat, emptied);
   }
 }
 
@@ -107,6 +125,7 @@ template <
     int kTiles,
     int kDepth,
     bool kExact,
+    bool kHalved,
     RowCount kCount,
     int kSlices,
     int kTeam,
@@ -115,24 +134,26 @@ template <
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  using Memory = SingleMemory<kWarps, kTiles, kCount, kTeam, kTopk, kFormat>;
-  extern __shared__ __align__(16) unsigned char memory[];
-  const int producers = gridDim.x - params.consumers;
-  const int consumer = params.consumers_first ? blockIdx.x : blockIdx.x - producers;
-  if (consumer >= 0 && consumer < params.consumers) {
-    consume<kWarps, kSlices, kTeam, kTopk, kVector, kFormat>(params, reinterpret_cast<Memory*>(memory)->consumer, consumer);
-  } else {
-    const int producer = params.consumers_first ? blockIdx.x - params.consumers : blockIdx.x;
+  constexpr bool kHalves = kHalved && kCount == RowCount::kMany;
+  constexpr int kParts = kHalves ? 2 * kSlices : kSlices;
+  using Memory = SingleMemory<kWarps, kTiles, kHalved, kCount, kTeam, kTopk, kFormat>;
+  extern __shared__ __align__(16) unsigned char bytes[];
+  Memory& memory = *reinterpret_cast<Memory*>(bytes);
+  const int consumer = blockIdx.x - params.before_consumers;
+  const bool consumes = consumer >= 0 && consumer < params.consumers.value;
+  const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
+  if (producer >= 0 && producer < params.producers) {
     const int column = producer % params.columns, rest = producer / params.columns;
-    gate_block<kWarps, kTiles, kDepth, kExact, kCount, false, true>(
-        params.gate,
-        reinterpret_cast<Memory*>(memory)->producer,
-        column,
-        rest % kSlices,
-        kSlices,
-        rest / kSlices,
-        params.tiles_of_rows);
+    gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kCount, false, true>(
+        params.gate, memory.producer, column, rest % kParts, kParts, rest / kParts, params.tiles_of_rows);
+    if (!consumes) return;
+    __syncthreads();
+  } else if (kCount == RowCount::kMany) {
+    // The sums take three microseconds at the least, and whoever asks for them takes from the producers' share of the L2.
+    wait_for_producer();
+    __nanosleep(1000);
   }
+  consume<kWarps, kParts, kHalves, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -140,6 +161,7 @@ template <
     int kTiles,
     int kDepth,
     bool kExact,
+    bool kHalved,
     int kSlices,
     int kManyTiles,
     int kGroups,
@@ -148,7 +170,9 @@ template <
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
   // output tensors of the format, in the order of PlanParams; numbers: block, first_local, locals, consumers, planners,
-  // tiles_of_rows, consumers_first.
+  // tiles_of_rows, placing.
+  // Consumers: the blocks behind the producers, before them, or the last of them.
+  enum Placing { kLast, kFirst, kBoth };
 
   // Which CUDA graph the stream `handle` is captured into; 0: none. Not of tvm-ffi's current stream, which is PyTorch's in
   // calls with tensors only.
@@ -186,17 +210,19 @@ struct Single {
       int64_t consumers,
       int64_t planners,
       int64_t tiles_of_rows,
-      bool consumers_first) {
+      int64_t placing) {
     SingleParams params{};
     params.gate = small_rows_params(hidden, weight);
     params.gate.out = static_cast<float*>(sums.data_ptr());
-    params.gate.out_stride = kSlices * 128 * kGroups;
+    const int rows = params.gate.rows;
+    const bool many = row_count(rows) == RowCount::kMany;
+    const int slices = many && kHalved ? 2 * kSlices : kSlices;
+    params.gate.out_stride = slices * 128 * kGroups;
     params.gate.slice_stride = 128 * kGroups;
     params.select = warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
     params.select.logits = params.gate.out;
     params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
-    const int rows = params.gate.rows;
     PlanParams& plan = params.plan;
     plan.rows = rows, plan.topk = params.select.topk, plan.experts = params.gate.experts;
     plan.slots = Divisor::of(params.select.slots), plan.block = Divisor::of(std::max(1, static_cast<int>(block)));
@@ -206,25 +232,26 @@ struct Single {
     auto tensor = [](TensorView view) { return static_cast<int32_t*>(view.data_ptr()); };
     if constexpr (kFormat == PlanFormat::kAligned) {
       plan.sorted_slots = tensor(plan0), plan.block_experts = tensor(plan1), plan.padded = tensor(plan2);
-      plan.counts_elsewhere = plan2.size(0) == 2;
+      plan.counts_elsewhere = plan2.size(0) == 2, plan.room = static_cast<int>(plan0.size(0));
     } else if constexpr (kFormat == PlanFormat::kTiles) {
       plan.slot_to_place = tensor(plan0), plan.place_to_row = tensor(plan1), plan.tile_experts = tensor(plan2);
       plan.tile_ends = tensor(plan3), plan.tiles = tensor(plan4), plan.places = tensor(plan5), plan.counts = tensor(plan6);
+      plan.room = static_cast<int>(plan1.size(0) - 1);
     }
-    params.consumers = static_cast<int>(consumers);
-    params.rows_each = (rows + params.consumers - 1) / params.consumers;
-    const int columns = 8 * (row_count(rows) == RowCount::kMany ? kManyTiles : kTiles);
+    params.consumers = Divisor::of(static_cast<int>(consumers));
+    const int columns = 8 * (many ? kManyTiles : kTiles);
     params.columns = (params.gate.experts + columns - 1) / columns;
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
-    params.consumers_first = consumers_first;
-    const int producers = params.columns * kSlices * params.tiles_of_rows;
+    params.producers = params.columns * slices * params.tiles_of_rows;
+    const int blocks = placing == kBoth ? params.producers : params.producers + params.consumers.value;
+    params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
-          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
-          dim3(params.consumers + producers),
+          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kHalved, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
+          dim3(blocks),
           dim3(kWarps * kWarp),
           1,
-          sizeof(SingleMemory<kWarps, kBlockTiles, kCount, kGroups, kTopk, kFormat>),
+          sizeof(SingleMemory<kWarps, kBlockTiles, kHalved, kCount, kGroups, kTopk, kFormat>),
           stream_of(hidden),
           params);
     };

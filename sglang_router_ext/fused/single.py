@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from typing import Any, NamedTuple
 
@@ -23,9 +24,17 @@ NAMES = {
 """Tensors of a plan, in the kernel's order."""
 PLANNERS = 8
 """At most: a warp tells so many at once."""
+MOST_CONSUMERS = 32
+"""Where a consumer may have so many rows: a launch's consumers wait, and other launches need multiprocessors too."""
 
 
 Shape = tuple[int, ...]
+
+
+class Placing(enum.IntEnum):
+    """Which blocks consume: those behind the producers, those before them, or the last of them, after they produced."""
+
+    LAST, FIRST, BOTH = range(3)
 
 
 class Division(NamedTuple):
@@ -34,37 +43,56 @@ class Division(NamedTuple):
     consumers: int
     planners: int
     tiles_of_rows: int
-    consumers_first: bool
+    placing: Placing
 
 
-def many_tiles(split: Config) -> int:
+def many_tiles(split: Config, experts: int) -> int:
     """``tiles`` of a launch with more than 16 rows: of two operands of equal size the fewest bytes are read, and what a
     multiprocessor reads from the L2 is what such a launch takes its time for. Registers set the limit.
     """
+    if split.halved:
+        return max((6, 5, 4), key=lambda tiles: (-(-experts % (8 * tiles)), tiles))
     if not split.exact or split.depth > 2:
         return split.tiles
     return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
 
 
+def slices(split: Config, rows: int) -> int:
+    """Of K, in a launch of ``rows`` rows."""
+    return split.slices * (2 if split.halved and rows > 16 else 1)
+
+
 @functools.cache
 def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
-    """Measured on an H200. Up to 4 rows fit one consumer, whose plan needs no word to anybody; more rows are selected faster
-    where they do not share a multiprocessor, as long as there are enough of those.
+    """Measured on an H200. What a consumer has, its plan need not be told, so few rows share one while it has warps to spare.
+    More are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
+    them. One planner is best while it has four threads for every slot of a top-8.
     """
-    split, tiles = config(experts, hidden), -(-rows // 16)
-    each = min(split.warps // groups(experts), rows if rows <= 4 else 2 if rows <= 48 else 4)
-    consumers = -(-rows // each)
-    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split)))) * split.slices
+    split, tiles, team = config(experts, hidden), -(-rows // 16), groups(experts)
+    producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split, experts)))) * slices(split, rows)
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
-    planners = min(consumers, max(1, rows // 4), PLANNERS)
-    return Division(consumers, planners, shares, producers * shares + consumers <= processors)
+    room = processors - producers * shares
+    most = split.warps // team
+    if rows <= 8:
+        choices = [rows if 4 * rows * team <= 3 * split.warps else 2]
+    elif rows <= 16:
+        choices = [1, 2]
+    else:
+        least = max(2, -(-rows // MOST_CONSUMERS))
+        choices = [max(least, 4), least] if rows > 64 else [least]
+    each = min(most, next((each for each in choices if -(-rows // each) <= room), choices[-1]))
+    consumers = -(-rows // each)
+    few = rows <= 8 or rows <= min(16, split.warps - each * team)
+    planners = 1 if few else rows // 4 if rows <= 16 else 4 if rows <= 48 else PLANNERS
+    placing = Placing.FIRST if consumers <= room else Placing.BOTH if consumers <= producers * shares else Placing.LAST
+    return Division(consumers, min(planners, consumers), shares, placing)
 
 
 def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
     """The C++ instance that serves a shape and a format."""
     split = config(experts, hidden)
-    shape = f"{split.template}, {split.slices}, {many_tiles(split)}, {template(experts, vector)}"
+    shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
@@ -100,7 +128,7 @@ def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | No
     how = division(rows, experts, problem.hidden, _processors(device))
     module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
-    return module, how, (rows, split.slices, 128 * groups(experts)), told
+    return module, how, (rows, slices(split, rows), 128 * groups(experts)), told
 
 
 def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:

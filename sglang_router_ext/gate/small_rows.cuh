@@ -7,6 +7,8 @@
 //   shared      GateMemory: one partial tile per warp, added up by up to four lanes per logit
 //   cluster     (kCluster) the slices of a tile are one cluster; slices 1.. send their sums to slice 0 with st.async
 // The order of additions depends on (experts, hidden) alone, so a row's logits are bitwise the same in every batch.
+// kHalved: with more than 16 rows half of the warps multiply, half a slice, and the slices are twice as many; so a block can
+// have more experts, and each multiprocessor reads less. The others add up with them.
 //
 // mma.m16n8k16 fixes which lane holds which k, but a dot product may take its k in any order as long as both operands do:
 // lane t of a quad takes 8 consecutive k with one 16-byte load and feeds them to two instructions.
@@ -39,7 +41,11 @@ inline RowCount row_count(int rows) {
   return rows <= 8 ? RowCount::kEight : rows <= 16 ? RowCount::kSixteen : RowCount::kMany;
 }
 
-// What a block has in shared memory.
+// How many of kWarps warps multiply.
+template <int kWarps, RowCount kCount, bool kHalved>
+inline constexpr int kBusyWarps = kHalved && kCount == RowCount::kMany ? kWarps / 2 : kWarps;
+
+// What a block has in shared memory. kWarps: those that multiply.
 template <int kWarps, int kTiles, RowCount kCount, bool kCluster>
 struct alignas(16) GateMemory {
   static constexpr int kLogits = (kCount == RowCount::kEight ? 8 : 16) * 8 * kTiles;
@@ -55,10 +61,10 @@ struct alignas(16) GateMemory {
 // kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves
 // out every bound on K; a cold GPU fetches the instructions from memory too.
 // kWords: sums are read as they come, by blocks of this grid, so none is stored that nobody reads.
-template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, bool kCluster, bool kWords = false>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, RowCount kCount, bool kCluster, bool kWords = false>
 __device__ __forceinline__ void gate_block(
     const SmallRowsParams& params,
-    GateMemory<kWarps, kTiles, kCount, kCluster>& memory,
+    GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, kCluster>& memory,
     int columns,
     int slice,
     int slices,
@@ -67,9 +73,10 @@ __device__ __forceinline__ void gate_block(
   constexpr bool kTall = kCount != RowCount::kEight, kMany = kCount == RowCount::kMany;
   static_assert(!(kMany && kCluster), "the barrier of a cluster counts one tile of rows");
   constexpr int kHalves = kTall ? 2 : 1, kExperts = 8 * kTiles, kLogits = 8 * kHalves * kExperts, kThreads = kWarps * kWarp;
-  static_assert(kLogits <= kThreads, "a thread adds up one logit at most");
+  static_assert(!kCluster || kLogits <= kThreads, "a thread of a cluster's block adds up one logit at most");
   constexpr int kLanes = 4 * kLogits <= kThreads ? 4 : 2 * kLogits <= kThreads ? 2 : 1;  // per logit
-  constexpr int kBuffers = GateMemory<kWarps, kTiles, kCount, kCluster>::kBuffers;
+  constexpr int kBusy = kBusyWarps<kWarps, kCount, kHalved>;
+  constexpr int kBuffers = GateMemory<kBusy, kTiles, kCount, kCluster>::kBuffers;
   auto& partial = memory.partial;
   auto& arrived = memory.arrived;
   auto& barrier = memory.barrier;
@@ -78,9 +85,11 @@ __device__ __forceinline__ void gate_block(
   const int first_expert = columns * kExperts;
 
   // This warp's 16-byte pieces of K, contiguous in memory: [begin, past).
-  int begin = (slice * kWarps + warp) * kDepth * 4, past = begin + kDepth * 4;
+  const int share = slice * kBusy + warp;
+  const bool busy = kBusy == kWarps || warp < kBusy;
+  int begin = share * kDepth * 4, past = begin + kDepth * 4;
   if constexpr (!kExact) {
-    const int chunks = (params.vectors + 3) / 4, shares = slices * kWarps, share = slice * kWarps + warp;
+    const int chunks = (params.vectors + 3) / 4, shares = slices * kBusy;
     begin = chunks * share / shares * 4;
     past = min(chunks * (share + 1) / shares * 4, params.vectors);
   }
@@ -104,7 +113,7 @@ __device__ __forceinline__ void gate_block(
       }
     }
   };
-  load_weight(0);
+  if (busy) load_weight(0);
 
   const __nv_bfloat16* hidden_row[kHalves];
   auto go_to = [&](int first_row) {
@@ -133,6 +142,7 @@ __device__ __forceinline__ void gate_block(
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
+  if (!kCluster && threadIdx.x == 0) ask_for(params.out + (slice * params.slice_stride + first_expert));
   wait_for_producer();
   let_consumer_start();
 
@@ -148,7 +158,7 @@ __device__ __forceinline__ void gate_block(
       }
     }
   };
-  load_rows(0);
+  if (busy) load_rows(0);
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const int tile_of_rows = first + n * step, buffer = n % kBuffers;
@@ -165,50 +175,61 @@ __device__ __forceinline__ void gate_block(
         }
       }
     };
-    multiply();
-    if constexpr (!kExact) {
-      for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
-        load_weight(done);
-        load_rows(done);
-        multiply();
+    const bool more = kMany && 16 * (tile_of_rows + step) < params.rows;
+    if (busy) {
+      multiply();
+      if constexpr (!kExact) {
+        for (int done = 4 * kDepth; begin + done < past; done += 4 * kDepth) {
+          load_weight(done);
+          load_rows(done);
+          multiply();
+        }
       }
-    }
 
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int at = group * kExperts + tile * 8 + lane * 2;
-      *reinterpret_cast<float2*>(&partial[buffer][warp][at]) =
-          make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
-      if constexpr (kTall) {
-        *reinterpret_cast<float2*>(&partial[buffer][warp][at + 8 * kExperts]) =
-            make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int at = group * kExperts + tile * 8 + lane * 2;
+        *reinterpret_cast<float2*>(&partial[buffer][warp][at]) =
+            make_float2(sum[tile][0][0] + sum[tile][1][0], sum[tile][0][1] + sum[tile][1][1]);
+        if constexpr (kTall) {
+          *reinterpret_cast<float2*>(&partial[buffer][warp][at + 8 * kExperts]) =
+              make_float2(sum[tile][0][2] + sum[tile][1][2], sum[tile][0][3] + sum[tile][1][3]);
+        }
       }
-    }
-    const bool more = kMany && 16 * (tile_of_rows + step) < params.rows;
-    if (more) {
-      go_to(16 * (tile_of_rows + step));
-      if constexpr (!kExact) load_weight(0);
-      load_rows(0);
+      if (more) {
+        go_to(16 * (tile_of_rows + step));
+        if constexpr (!kExact) load_weight(0);
+        load_rows(0);
+      }
     }
     __syncthreads();
     if constexpr (kCluster) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
-    // Four running sums, of the warps 4 i + {0..3}, shared out to the lanes of a logit.
+    // Four running sums for each half of a halved block, of its warps 4 i + {0..3}, shared out to the lanes of a logit; then
+    // these by twos, and their sums by twos.
+    constexpr int kRunning = kHalved && kBusy == kWarps ? 8 : 4, kChainWarps = kBusy / (kRunning / 4);
     const int first_row = kMany ? 16 * tile_of_rows : 0, rows = kMany ? min(16, params.rows - first_row) : params.rows;
-    const int logits = rows * kExperts, logit = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
-    if (warp * (kWarp / kLanes) < logits) {
-      constexpr int kSums = 4 / kLanes;
+    const int logits = rows * kExperts, part = threadIdx.x % kLanes;
+#pragma unroll
+    for (int at_once = kThreads / kLanes, before = 0; before < kLogits; before += at_once) {
+      const int logit = before + threadIdx.x / kLanes;
+      if (before + warp * (kWarp / kLanes) >= logits) break;
+      constexpr int kSums = kRunning / kLanes;
       float sums[kSums] = {};
 #pragma unroll
-      for (int w = 0; w < kWarps; w += 4) {
+      for (int w = 0; w < kChainWarps; w += 4) {
 #pragma unroll
         for (int c = 0; c < kSums; ++c) {
-          const int from = w + part * kSums + c;
-          if (kWarps % 4 == 0 || from < kWarps) sums[c] += partial[buffer][from][logit];
+          const int running = part * kSums + c, from = running / 4 * kChainWarps + w + running % 4;
+          if (kChainWarps % 4 == 0 || w + running % 4 < kChainWarps) sums[c] += partial[buffer][from][logit];
         }
       }
-      float total = kLanes == 4 ? sums[0] : sums[0] + sums[1 % kSums];
-      if constexpr (kLanes == 1) total += sums[2] + sums[3];
+#pragma unroll
+      for (int width = 1; width < kSums; width *= 2) {
+#pragma unroll
+        for (int c = 0; c < kSums; c += 2 * width) sums[c] += sums[c + width];
+      }
+      float total = sums[0];
 #pragma unroll
       for (int apart = 1; apart < kLanes; apart *= 2) total += __shfl_xor_sync(kAllLanes, total, apart);
       const bool mine = part == 0 && logit < logits;
@@ -239,18 +260,18 @@ __device__ __forceinline__ void gate_block(
   }
 }
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, RowCount kCount, bool kCluster>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, RowCount kCount, bool kCluster>
 __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
   __shared__ GateMemory<kWarps, kTiles, kCount, kCluster> memory;
-  gate_block<kWarps, kTiles, kDepth, kExact, kCount, kCluster>(params, memory, blockIdx.x, blockIdx.y, gridDim.y);
+  gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kCount, kCluster>(params, memory, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
 // Launches the kernel for 1 to 16 rows; the template follows from the shape (see small_rows.py) and the row count.
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kCluster>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kCluster>
 inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStream_t stream) {
   const dim3 grid((params.experts + 8 * kTiles - 1) / (8 * kTiles), slices);
-  auto* kernel = params.rows <= 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kEight, kCluster>
-                                  : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, RowCount::kSixteen, kCluster>;
+  auto* kernel = params.rows <= 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, RowCount::kEight, kCluster>
+                                  : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, RowCount::kSixteen, kCluster>;
   launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, 0, stream, params);
 }
 
@@ -268,14 +289,14 @@ inline SmallRowsParams small_rows_params(TensorView hidden, TensorView weight) {
 }
 
 // Entry point of the gate alone: complete logits.
-template <int kWarps, int kTiles, int kDepth, bool kExact>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved>
 struct SmallRows {
   // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, logits [rows, experts] fp32 (written); slices 1 to 8
   static void run(TensorView hidden, TensorView weight, TensorView logits, int64_t slices) {
     SmallRowsParams params = small_rows_params(hidden, weight);
     params.out = static_cast<float*>(logits.data_ptr());
     params.out_stride = static_cast<int>(logits.stride(0));
-    launch_small_rows<kWarps, kTiles, kDepth, kExact, true>(params, static_cast<int>(slices), stream_of(hidden));
+    launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, true>(params, static_cast<int>(slices), stream_of(hidden));
   }
 };
 

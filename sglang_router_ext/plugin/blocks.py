@@ -1,7 +1,8 @@
 """From a selection to SGLang's expert kernels: the plan that came with the ids takes the place of count and sort.
 
     topk.biased_grouped_topk   -> layer.take_plan    the ids that it returns carry the plan
-    select_experts             -> selected           what it then wrote into the ids makes their plan void
+    select_experts             -> selected           what it then wrote into the ids makes their plan void; ids that it made
+                                                     anew to put fused shared experts behind them are the same ones
     _map_topk_ids_to_local_experts  -> follow_map    with expert parallelism: what global ids carry goes on with local ones
     moe_align_block_size       -> take_blocks        takes the plan if it answers exactly what is asked, or calls the original
     moe_align_single_token     -> take_row_blocks    the same for one row
@@ -16,6 +17,7 @@ Kernels of SGLang's own raise no version; those that write into ids are hooked, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,10 +51,24 @@ class Blocks(NamedTuple):
     span: tuple[int, int] | None = None  # ids are those of this rank: its first expert, and how many it has
 
 
+class _Made(threading.local):
+    """The ids that this thread's select_experts got last, which carry a plan."""
+
+    ids: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor | None:
+        ids, self.ids = self.ids, None
+        return ids
+
+
+_made = _Made()
+
+
 def carry(ids: torch.Tensor, blocks: Blocks) -> None:
     """Let ``ids`` carry their plan; where only its form is missing, its experts teach it."""
     if not ids.is_inference():
         setattr(ids, CARRIED, blocks)
+        _made.ids = ids
 
 
 def void(ids: torch.Tensor, why: str) -> None:
@@ -61,14 +77,31 @@ def void(ids: torch.Tensor, why: str) -> None:
         setattr(ids, CARRIED, why)
 
 
-def selected(original: Callable[..., Any], *args: Any, num_token_non_padded: torch.Tensor | None = None, **options: Any) -> Any:
+def selected(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_config: Any,
+    *,
+    num_token_non_padded: torch.Tensor | None = None,
+    expert_location_dispatch_info: Any = None,
+    **options: Any,
+) -> Any:
     """AROUND select_experts."""
-    output = original(*args, num_token_non_padded=num_token_non_padded, **options)
+    _made.take()
+    options |= {"num_token_non_padded": num_token_non_padded, "expert_location_dispatch_info": expert_location_dispatch_info}
+    output = original(hidden_states, router_logits, topk_config, **options)
+    made = _made.take()
     ids = getattr(output, "topk_ids", None)
     if torch.compiler.is_compiling() or not isinstance(ids, torch.Tensor):
         return output
     from sglang.srt.layers.moe.topk import routing_simulation_enabled
 
+    # It cuts the shared slots off, maps and masks the others, and puts the slots back, also where there is nothing to do.
+    if made is not None and made is not ids and topk_config.num_shared_topk_slots > 0 and made.shape == ids.shape:
+        carried: Blocks = getattr(made, CARRIED)
+        if expert_location_dispatch_info is None and made._version == carried.version:
+            carry(ids, carried._replace(version=ids._version))
     if num_token_non_padded is not None:
         void(ids, PADDED)
     elif routing_simulation_enabled():

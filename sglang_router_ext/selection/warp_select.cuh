@@ -6,9 +6,9 @@
 //
 // The topk-th largest of the best keys of a warp's lanes is a lower bound of its cut, and few keys reach it: about 9 for
 // top-8. These are listed, and each of them counts how many of the team's others are better; that is its place among the
-// winners. So up to about top-24 the time hardly depends on topk. Two things can be wrong with it: more keys reach the bound
-// than can be listed, or two of one list are equal and take one place. Both are looked for only once the results are on their
-// way; then the team takes its best key topk times instead and writes again. A row of ties goes this way.
+// winners. Of equal keys the earlier one is better, and lists are in the order of ids. So up to about top-24 the time hardly
+// depends on topk. Where more keys reach the bound than can be listed, as in a row of ties, the team takes its best key topk
+// times instead.
 //
 // For few rows the time is that of one warp's instructions, about three cycles each: comparisons run on the integer pipe and
 // are counted on the FMA pipe, and nothing that can wait stands between a barrier and the next load.
@@ -16,7 +16,8 @@
 // What lost, for one row of 288 experts behind the gate: topk rounds of a warp-wide maximum for every row (the loop body of 85
 // instructions takes about 140 cycles); one warp for the row (+0.15 us); a rehearsal of this kernel before its wait, to have
 // the instructions there (+1.3 us); polling the gate's sums instead of waiting for its end (+0.1 to 0.3 us); 64-bit words of
-// key and id, compared by shuffles (+0.2 us); equal keys found by match.any before the results are written (+0.05 us).
+// key and id, compared by shuffles (+0.2 us); equal keys found by match.any before the results are written (+0.05 us), or by
+// a barrier of the team behind the ranks (+0.1 us for whoever waits for the winners).
 #pragma once
 
 #include <type_traits>
@@ -51,23 +52,18 @@ struct alignas(16) RowMemory {
   uint32_t key[kTeam][kListed<kTopk>];    // of the candidates; kNoKey where there is none
   int candidate[kTeam][kListed<kTopk>];   // the id, right behind the keys: see list_if
   float logit[kTeam][kListed<kTopk>];     // right behind the ids
+  int overflow[kTeam];                    // whether more reach the bound than the list takes
   alignas(16) float score[kTopk];         // of the winners, in order; 0 from topk on
   int id[kTopk];                          // of the winners, in order; 0 from topk on
   alignas(16) uint2 warp_best[2][kTeam];  // key and id, where the team takes one at a time; rounds alternate
 };
 
-// 16 bytes of shared memory. Volatile, so that all of a thread's loads are under way before the first is used.
-__device__ __forceinline__ uint4 load_four_shared(const void* address) {
-  uint4 value;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address)))
-               : "memory");
-  return value;
-}
-
 __device__ __forceinline__ float4 as_floats(const uint4& bits) {
   return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
+}
+
+__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
 // Writes one candidate: its key to `at`, its id kPlane bytes behind and its logit as many again. Under a predicate, see
@@ -96,6 +92,13 @@ struct Counter {
     if (keys.z > than) part[2] += 1.0f;
     if (keys.w > than) part[3] += 1.0f;
   }
+  // The same; of the first `earlier` keys also those that are equal.
+  __device__ __forceinline__ void add(const uint4& keys, uint32_t than, int earlier) {
+    if (keys.x > than - (earlier > 0)) part[0] += 1.0f;
+    if (keys.y > than - (earlier > 1)) part[1] += 1.0f;
+    if (keys.z > than - (earlier > 2)) part[2] += 1.0f;
+    if (keys.w > than - (earlier > 3)) part[3] += 1.0f;
+  }
   __device__ __forceinline__ float sum() const {
     return (part[0] + part[1]) + (part[2] + part[3]);
   }
@@ -113,20 +116,6 @@ __device__ __forceinline__ void team_sync(int team) {
     __syncwarp();
   } else {
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam * kWarp) : "memory");
-  }
-}
-
-template <int kTeam>
-__device__ __forceinline__ bool team_any(int team, bool mine) {
-  if constexpr (kTeam == 1) {
-    return __any_sync(kAllLanes, mine);
-  } else {
-    int any;
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.b32 %0, 1, 0, q;\n}"
-                 : "=r"(any)
-                 : "r"(static_cast<int>(mine)), "r"(team + 1), "n"(kTeam * kWarp)
-                 : "memory");
-    return any;
   }
 }
 
@@ -220,14 +209,22 @@ enum class Source {
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
-// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses.
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kHalves: two sums make the one of a slice.
 // Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
 // padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
 
-template <int kTeam, int kGroups, Source kSource, int kSlices, int kTopk, bool kVector, typename Settled = Nothing>
+template <
+    int kTeam,
+    int kGroups,
+    Source kSource,
+    int kSlices,
+    int kTopk,
+    bool kVector,
+    bool kHalves = false,
+    typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
     const WarpSelectParams& params,
     RowMemory<kTeam, kTopk>& memory,
@@ -253,8 +250,14 @@ __device__ __forceinline__ void select_row(
   for (int i = 0; i < kListed<kTopk>; i += kWarp) memory.key[warp][(lane + i) % kListed<kTopk>] = kNoKey;
   memory.score[lane % kTopk] = 0.0f;
   memory.id[lane % kTopk] = 0;
+  if (lane == 0) memory.overflow[warp] = 0;
   __syncwarp();
   float* source = params.logits + row * params.row_stride + first_expert;
+  if constexpr (kSource != Source::kLogits) {
+    if (lane == 0) ask_for(params.ids + row * params.slots);
+    if (lane == 1) ask_for(params.weights + row * params.slots);
+    if (lane == 2) ask_for(params.logits_out + row * params.experts);
+  }
   if constexpr (kSource == Source::kWords) pin(source);
   wait_for_producer();
   if constexpr (kSource != Source::kSums) load_bias();
@@ -286,10 +289,13 @@ __device__ __forceinline__ void select_row(
   float logit[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    float4 sum = part[0][g];
+    constexpr int kEach = kHalves ? 2 : 1;
+    float4 sum;
 #pragma unroll
-    for (int s = 1; s < kParts; ++s) {
-      sum.x += part[s][g].x, sum.y += part[s][g].y, sum.z += part[s][g].z, sum.w += part[s][g].w;
+    for (int s = 0; s < kParts; s += kEach) {
+      float4 slice = part[s][g];
+      if constexpr (kHalves) slice = plus(slice, part[s + 1][g]);
+      sum = s == 0 ? slice : plus(sum, slice);
     }
     const float four[4] = {sum.x, sum.y, sum.z, sum.w}, add[4] = {bias[g].x, bias[g].y, bias[g].z, bias[g].w};
     const int expert = first_expert + 128 * g;
@@ -306,12 +312,6 @@ __device__ __forceinline__ void select_row(
   // List the keys that reach the bound, in the order of their ids.
   const unsigned below = (1u << lane) - 1;
   const uint32_t bound = bound_of_cut(best, memory.best[warp], params.topk, lane, [&] {
-    if constexpr (kSource == Source::kWords) {
-#pragma unroll
-      for (int s = 0; s < kParts; ++s) {
-        if (first_expert < past) *reinterpret_cast<uint4*>(source + s * kColumns) = uint4{kEmpty, kEmpty, kEmpty, kEmpty};
-      }
-    }
     if constexpr (kSource != Source::kLogits) {
       static_assert(kGroups == 1, "a team that adds up slices has a warp per 128 experts");
       float* out = params.logits_out + (row * params.experts + first_expert);
@@ -325,7 +325,6 @@ __device__ __forceinline__ void select_row(
       }
     }
   });
-  int unsure = 0;  // whether the fast way may be wrong
   int end = 0;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -340,7 +339,7 @@ __device__ __forceinline__ void select_row(
       mine += reaches;
     }
     const bool fits = place + mine <= kListed<kTopk>;
-    unsure |= !fits;
+    if (!fits) memory.overflow[warp] = 1;
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int slot = 4 * g + c;
@@ -354,11 +353,13 @@ __device__ __forceinline__ void select_row(
   }
   team_sync<kTeam>(team);
 
-  // Rank the candidates: two lanes share one, and each compares it with half of the others. Of equal keys those of lower warps
-  // are better; those of one warp get one rank.
+  // Rank the candidates: two lanes share one, and each compares it with half of the others. The team's lists in turn, this
+  // warp's first, whose earlier keys are as those of lower warps: they are better where they are equal.
   constexpr int kTurns = kListed<kTopk> / 16;
   const bool second = lane % 2;
-  int rank[kTurns], won[kTurns];  // won: the id, or -1
+  int overflow = 0;
+#pragma unroll
+  for (int w = 0; w < kTeam; ++w) overflow |= memory.overflow[w];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     const int mine = 16 * turn + lane / 2;
@@ -370,72 +371,66 @@ __device__ __forceinline__ void select_row(
       uint4 keys[kTeam][2];
 #pragma unroll
       for (int w = 0; w < kTeam; ++w) {
-        keys[w][0] = load_four_shared(&memory.key[w][i]), keys[w][1] = load_four_shared(&memory.key[w][i + 4]);
+        const int of = warp + w < kTeam ? warp + w : warp + w - kTeam;
+        keys[w][0] = load_four_shared(&memory.key[of][i]), keys[w][1] = load_four_shared(&memory.key[of][i + 4]);
       }
+      better.add(keys[0][0], own, mine - i), better.add(keys[0][1], own, mine - i - 4);
 #pragma unroll
-      for (int w = 0; w < kTeam; ++w) {
-        const uint32_t than = own - (w < warp ? 1 : 0);
+      for (int w = 1; w < kTeam; ++w) {
+        const uint32_t than = own - (warp + w < kTeam ? 0 : 1);
         better.add(keys[w][0], than), better.add(keys[w][1], than);
       }
     }
     const float score = sigmoid_to_weigh(memory.logit[warp][mine]);
     float count = better.sum();
     count += __shfl_xor_sync(kAllLanes, count, 1);
-    rank[turn] = integer(count);
-    won[turn] = !second && own != kNoKey && rank[turn] < params.topk ? id : -1;
-    if (won[turn] >= 0) {
-      memory.id[rank[turn]] = won[turn];
-      memory.score[rank[turn]] = score;
+    const int rank = integer(count);
+    if (!second && own != kNoKey && rank < params.topk) {
+      memory.id[rank] = id;
+      memory.score[rank] = score;
     }
   }
   team_sync<kTeam>(team);
-
-  auto doubted = [&] {
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      unsure |= won[turn] >= 0 && memory.id[rank[turn]] != won[turn];
-    }
-    return team_any<kTeam>(team, unsure);
-  };
-  auto settle = [&] {
+  if (overflow) {
     take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
     team_sync<kTeam>(team);
-  };
-  constexpr bool kSettled = !std::is_same_v<Settled, Nothing>;
-  if constexpr (kSettled) {
-    if (doubted()) settle();
-    settled(padded);
   }
+  if constexpr (!std::is_same_v<Settled, Nothing>) settled(padded);
 
   const int slot = row * params.slots + lane;
-#pragma unroll 1
-  for (bool sure = kSettled;; sure = true) {
-    if (warp == 0) {
-      float eight[kTopk / 8];
+  if (warp == 0) {
+    float eight[kTopk / 8];
 #pragma unroll
-      for (int i = 0; i < kTopk / 8; ++i) {
-        const float4 a = as_floats(load_four_shared(memory.score + 8 * i));
-        const float4 b = as_floats(load_four_shared(memory.score + 8 * i + 4));
-        eight[i] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-      }
-#pragma unroll
-      for (int width = kTopk / 16; width > 0; width /= 2) {
-#pragma unroll
-        for (int i = 0; i < width; ++i) eight[i] += eight[i + width];
-      }
-      const float sum = eight[0], inverse = reciprocal(sum), score = memory.score[lane % kTopk];
-      const int id = memory.id[lane % kTopk];
-      const float share = sum > 0.0f ? score * inverse : 0.0f;
-      const float weight = (params.renormalize ? share : score) * params.scale;
-      store_if(lane < params.topk, params.ids + slot, padded ? -1 : id);
-      store_if(lane < params.topk, params.weights + slot, padded ? 0.0f : weight);
+    for (int i = 0; i < kTopk / 8; ++i) {
+      const float4 a = as_floats(load_four_shared(memory.score + 8 * i));
+      const float4 b = as_floats(load_four_shared(memory.score + 8 * i + 4));
+      eight[i] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
     }
-    if (warp == kTeam - 1 && lane < params.shared) {
-      params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
-      params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
+#pragma unroll
+    for (int width = kTopk / 16; width > 0; width /= 2) {
+#pragma unroll
+      for (int i = 0; i < width; ++i) eight[i] += eight[i + width];
     }
-    if (sure || !doubted()) return;
-    settle();
+    const float sum = eight[0], inverse = reciprocal(sum), score = memory.score[lane % kTopk];
+    const int id = memory.id[lane % kTopk];
+    const float share = sum > 0.0f ? score * inverse : 0.0f;
+    const float weight = (params.renormalize ? share : score) * params.scale;
+    store_if(lane < params.topk, params.ids + slot, padded ? -1 : id);
+    store_if(lane < params.topk, params.weights + slot, padded ? 0.0f : weight);
+  }
+  if (warp == kTeam - 1 && lane < params.shared) {
+    params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
+    params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
+  }
+  if constexpr (kSource == Source::kWords) {
+    // By now the whole team has read its words. The first and the last warp have other things to do.
+    constexpr int kFirst = kTeam > 2 ? 1 : 0, kWarps = kTeam > 2 ? kTeam - 2 : 1;
+    if (warp < kFirst || warp >= kFirst + kWarps) return;
+    float* words = params.logits + row * params.row_stride + 4 * lane;
+#pragma unroll
+    for (int i = (warp - kFirst) * 128; i < kParts * kColumns; i += kWarps * 128) {
+      *reinterpret_cast<uint4*>(words + i) = uint4{kEmpty, kEmpty, kEmpty, kEmpty};
+    }
   }
 }
 

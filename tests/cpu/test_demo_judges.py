@@ -88,6 +88,11 @@ OUR_LAYER = [
     Kernel(1, 4, "void rx::small_rows_kernel<4, 1, 2, false, false>(rx::SmallRowsParams)", 7),
     Kernel(1.5, 4.5, "void rx::warp_select_kernel<3, 8, 1, true, true>(rx::WarpSelectParams)", 7),
 ]
+SINGLE_LAYER = [
+    Kernel(0, 2, "FusedAddRMSNormKernel", 7),
+    Kernel(1, 7, "void rx::single_kernel<16, 2, 2, true, true, (rx::RowCount)0, 4, 3, 8>(rx::SingleParams)", 7),
+    Kernel(7, 20, "fused_moe_kernel", 7),
+]
 PREFILL_LAYER = [
     Kernel(0, 2, "norm", 7),
     Kernel(2, 9, "nvjet_tst_128x64", 7),
@@ -106,9 +111,16 @@ def repeated(layer: list[Kernel], times: int, offset: float = 0.0) -> list[Kerne
 
 def test_the_router_of_a_decode_step_is_found_by_place() -> None:
     kernels = sorted(repeated(STOCK_LAYER, 6) + repeated(PREFILL_LAYER, 3, offset=1000))
-    assert trace.router_time([kernels]) == RouterTime(["tiny_n_gemm_kernel", "_router_triton_kernel"], 4.5, 6)
+    assert trace.router_time([kernels]) == RouterTime(["tiny_n_gemm_kernel", "_router_triton_kernel"], 4.5, 6, {"moe_align": 1})
     split = trace.router_time([repeated(PREFILL_LAYER, 1), repeated(PREFILL_LAYER, 2)])
     assert split == RouterTime(["nvjet_tst_128x64", "splitKreduce_kernel", "_router_triton_kernel"], 12.0, 3)
+
+
+def test_a_kernel_may_be_the_whole_router() -> None:
+    """The prefill before the steps has another one, which is not theirs."""
+    assert trace.router_time([served_trace(SINGLE_LAYER, 5)]) == RouterTime(["single_kernel"], 6.0, 10)
+    named = [k._replace(name="moe_align_single_kernel_of_others") for k in SINGLE_LAYER]
+    assert trace.router_time([repeated(named, 2)]) is None
 
 
 def test_overlapping_kernels_count_once() -> None:

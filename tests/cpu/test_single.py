@@ -17,6 +17,7 @@ from sglang_router_ext.bench.inputs import Check
 from sglang_router_ext.contract import BLOCKS, ContractError, Gpu, PlanForm, Problem
 from sglang_router_ext.designs import TABLE
 from sglang_router_ext.fused import single, words
+from sglang_router_ext.fused.single import Placing
 from sglang_router_ext.gate.small_rows import config
 from sglang_router_ext.selection.warp_select import groups
 
@@ -28,16 +29,22 @@ SHAPES = sorted(
 
 @pytest.mark.parametrize(("experts", "hidden"), SHAPES)
 def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int) -> None:
+    split, team = config(experts, hidden), groups(experts)
     for rows in range(1, 129):
         how = single.division(rows, experts, hidden, 132)
-        split = config(experts, hidden)
         each = -(-rows // how.consumers)
-        assert each * how.consumers >= rows and each <= split.warps // groups(experts)
-        assert 1 <= how.planners <= how.consumers < 132
+        assert each * how.consumers >= rows and each * team <= split.warps
+        assert 1 <= how.planners <= how.consumers < 132 / 2  # two launches at a time leave room
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
-        columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split))
-        producers = -(-experts // columns) * split.slices * how.tiles_of_rows
-        assert how.consumers_first == (producers + how.consumers <= 132)
+        columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split, experts))
+        producers = -(-experts // columns) * single.slices(split, rows) * how.tiles_of_rows
+        match how.placing:
+            case Placing.FIRST:
+                assert producers + how.consumers <= 132
+            case Placing.BOTH:
+                assert producers + how.consumers > 132 and how.consumers <= producers
+            case Placing.LAST:
+                assert how.consumers > producers
 
 
 def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from sglang.srt.configs.shared_experts import SharedExpertsConfig
 from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size as align_of_marlin
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+from sglang.srt.runtime_context import get_model
 from sglang_layer import EXPERTS, build, paths, reasons, rows_of
 
 from sglang_router_ext import reference
@@ -123,9 +127,48 @@ def test_a_simulated_routing_voids_the_plan(host, monkeypatch):
     ids = select(5, layer)
     monkeypatch.setattr(sglang_topk, "routing_simulation_enabled", lambda: True)
     output = sglang_topk.StandardTopKOutput(torch.ones(5, 6), ids, torch.ones(5, EXPERTS))
-    assert blocks.selected(lambda *_args, **_options: output) is output
+    assert blocks.selected(lambda *_args, **_options: output, ids, ids, layer[1].topk_config) is output
     ask(host, ids)
     assert reasons("plan")[-1] == blocks.SIMULATED
+
+
+def test_ids_keep_their_plan_where_fused_shared_experts_are_put_behind_them(host):
+    """SGLang cuts the shared slots off and puts them back, which makes new ids of the same ones."""
+    problem = Problem(experts=EXPERTS, hidden=256, topk=6, shared=1)
+
+    def align(topk_ids, block_size, num_experts, *_args, return_inactive_prefix_count=False, **_options):
+        host[0].append(len(topk_ids))
+        form = PlanForm(kind="aligned", block=block_size, locals=num_experts, counts_elsewhere=return_inactive_prefix_count)
+        return tuple(reference.plan(problem, form, topk_ids).values())
+
+    with get_model().override(shared_experts=SharedExpertsConfig(num_fused_shared_experts=1)):
+        layer = build("router_ext_single")
+        for rows, moved in ((5, False), (7, True)):
+            for _ in range(2):
+                hidden, before = rows_of(rows), len(host[0])
+                logits = layer[0](hidden)
+                ids = layer[1](hidden, logits).topk_ids
+                assert ids.shape == (rows, 7) and ids[:, 6].eq(EXPERTS).all()
+                if moved:
+                    ids = ids + 0  # whoever makes them anew later speaks for nobody
+                found = blocks.take_blocks(align, ids, 16, EXPERTS + 1)
+                for a, b in zip(found, align(ids, 16, EXPERTS + 1), strict=True):
+                    assert torch.equal(a, b)
+            assert len(host[0]) - before == (2 if moved else 1)
+    assert paths().count(("plan", "reference:single")) == 1
+
+
+def test_mapped_ids_of_fused_shared_experts_have_no_plan(host, monkeypatch):
+    from sglang.srt.layers.moe import topk as sglang_topk
+
+    with get_model().override(shared_experts=SharedExpertsConfig(num_fused_shared_experts=1)):
+        module, topk = build("router_ext_single")
+        hidden = rows_of(5)
+        monkeypatch.setattr(sglang_topk, "topk_ids_logical_to_physical", lambda ids, _info, *_: ids.flip(1))
+        ids = topk(
+            hidden, module(hidden), expert_location_dispatch_info=SimpleNamespace(ep_dispatch_algorithm="static")
+        ).topk_ids
+    assert blocks.CARRIED not in ids.__dict__
 
 
 def test_rows_masked_behind_the_dispatcher_void_the_plan(host):
