@@ -4,7 +4,9 @@ Bounds, all derived; none is a share of elements that may be wrong. With u = 2^-
 tensor cores truncate where an FPU rounds):
 
 * logit: products of two bf16 are exact in fp32, so the error is that of the additions alone, at most
-  (length of the longest chain of additions) x u x sum|hidden x weight|. The chain is ``hidden / design.chain + 64``.
+  (length of the longest chain of additions) x u x sum|hidden x weight|. The chain is ``hidden / design.chain + 64``, but no
+  longer than there are products, since adding 0 is exact. An fp32 weight is the sum of three bf16 in our tensor-core designs,
+  whose products are exact too: three times the additions.
 * key: the sigmoid's slope is at most 1/4, its own evaluation errs by at most 4 u of a score <= 1, and adding the bias rounds
   to u x |key|:  logit bound / 4 + 4 u + u |key|.
 * weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and renormalising adds the same again for the sum, plus topk + 4
@@ -51,7 +53,11 @@ def logit_bound(problem: Problem, truth: Truth, design: Design) -> torch.Tensor:
     """[rows, experts] fp64: the largest error that the design's additions allow; 0 where logits were given to it."""
     if truth.magnitude is None or design.numerics is Numerics.EXACT_IDS:
         return torch.zeros_like(truth.logits)
-    return (problem.hidden / design.chain + 64) * U * truth.magnitude.nan_to_num(0.0, 0.0, 0.0)
+    parts = 3 if problem.weight_dtype == "float32" and design.chain > 1 else 1
+    chain = torch.full_like(truth.magnitude[:, :1], parts * problem.hidden / design.chain + 64)
+    if truth.terms is not None:
+        chain = torch.minimum(chain, parts * truth.terms)
+    return chain * U * truth.magnitude.nan_to_num(0.0, 0.0, 0.0)
 
 
 def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> list[str]:

@@ -52,12 +52,17 @@ def check_cuda(name: str, tensor: object) -> None:
     expect(tensor.device.index == current, name, describe(tensor), f"a tensor on the current device, cuda:{current}")
 
 
-def check_gate(design: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """``hidden`` [rows, hidden] and ``weight`` [experts, hidden] fit the contract and the row of ``design``."""
+def check_gate(design: str, hidden: torch.Tensor, weight: torch.Tensor, problem: Problem | None = None) -> None:
+    """``hidden`` [rows, hidden] and ``weight`` [experts, hidden] fit the contract, the row of ``design``, and ``problem``."""
     row = TABLE[design]
     check_cuda("hidden", hidden)
     check_tensor("hidden", hidden, torch.bfloat16, (None, None), hidden.device)
-    check_tensor("weight", weight, torch.bfloat16, (None, hidden.shape[1]), hidden.device)
+    allowed = [getattr(torch, name) for name in row.weight_dtypes]
+    dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in allowed else allowed[0]
+    check_tensor("weight", weight, dtype, (None, hidden.shape[1]), hidden.device)
+    if problem is not None:
+        fits = tuple(weight.shape) == (problem.experts, problem.hidden)
+        expect(fits and str(weight.dtype) == f"torch.{problem.weight_dtype}", "weight", describe(weight), f"that of {problem}")
     expect(len(hidden) in row.rows, "hidden", f"{len(hidden)} rows", f"{row.rows} rows for {design}")
     size, multiple = hidden.shape[1], row.hidden_multiple
     fits = size >= 1 and size % multiple == 0 and (row.max_hidden is None or size <= row.max_hidden)

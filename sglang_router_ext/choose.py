@@ -61,6 +61,8 @@ def reasons(
             bands = (design.bands_without_plan if without else design.bands).get(gpu.name, ())
             refuse(gpu.name not in design.bands, f"not measured on {gpu.name}")
             text = (", ".join(map(str, bands)) or "none") + (" without a plan" if without else "")
+            unmeasured = "gate" in design.stages and problem.weight_dtype not in design.measured_dtypes
+            refuse(unmeasured, f"{problem.weight_dtype} gate weight: not measured on {gpu.name}")
             outside = gpu.name in design.bands and not any(rows in band for band in bands)
             refuse(outside, f"{rows} rows: measured fastest at {text}")
     return found

@@ -60,6 +60,8 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     max_hidden: int | None = None
     scores: tuple[str, ...] = ("sigmoid",)
     weight_dtypes: tuple[str, ...] = ("bfloat16",)
+    measured_dtypes: tuple[str, ...] = ("bfloat16",)
+    """Of the gate weight: what the bands speak of."""
     rows: Rows = Rows(1)
     """Row counts that the code can run."""
     bands: dict[str, tuple[Rows, ...]] = {}
@@ -123,6 +125,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         max_topk=24,
+        weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
         max_hidden=65536,
         rows=Rows(1, 128),
@@ -146,6 +149,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         max_topk=32,
+        weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
         max_hidden=65536,
         rows=Rows(1, 16),
@@ -162,6 +166,7 @@ DESIGNS: tuple[Design, ...] = (
         target="gate.small_rows:small_rows",
         what="tensor-core GEMM for few rows, K split over a cluster, weight read before the PDL wait",
         archs=HOPPER_UP,
+        weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
         max_hidden=65536,
         rows=Rows(1, 16),

@@ -25,12 +25,21 @@ class Truth(NamedTuple):
     magnitude: torch.Tensor | None  # [rows, experts] fp64, sum of |hidden x weight|; None where logits were given
     bias: torch.Tensor | None  # [experts] as it was given
     valid: int  # rows before the padding
+    terms: torch.Tensor | None = None  # [rows, 1] fp64, hidden values that are not 0; None where logits were given
 
 
-def gate(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 logits [rows, experts] and the magnitude sum(|hidden x weight|) that error bounds are relative to."""
+class Gated(NamedTuple):
+    """fp64 logits [rows, experts], and what error bounds depend on: see :class:`Truth`."""
+
+    logits: torch.Tensor
+    magnitude: torch.Tensor
+    terms: torch.Tensor
+
+
+def gate(hidden: torch.Tensor, weight: torch.Tensor) -> Gated:
+    """``hidden`` [rows, hidden] x ``weight`` [experts, hidden], any float dtypes, in fp64."""
     wide, matrix = hidden.double(), weight.double().t()
-    return wide @ matrix, wide.abs() @ matrix.abs()
+    return Gated(wide @ matrix, wide.abs() @ matrix.abs(), (wide != 0).sum(1, keepdim=True).double())
 
 
 def weigh(problem: Problem, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -50,6 +59,7 @@ def select(
     *,
     num_token_non_padded: int | None = None,
     magnitude: torch.Tensor | None = None,
+    terms: torch.Tensor | None = None,
 ) -> Truth:
     """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract."""
     expect(problem.score == "sigmoid", "score", problem.score, "sigmoid")
@@ -68,7 +78,7 @@ def select(
         margin = torch.where(margin.isnan(), 0.0, margin)  # inf - inf: a tie
     valid = len(logits) if num_token_non_padded is None else max(0, min(num_token_non_padded, len(logits)))
     ids[valid:] = PAD_ID
-    return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, bias, valid)
+    return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, bias, valid, terms)
 
 
 def outputs(problem: Problem, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +99,8 @@ def route(
     num_token_non_padded: int | None = None,
 ) -> Truth:
     """The whole router in fp64: ``gate``, then ``select``."""
-    logits, magnitude = gate(hidden, weight)
-    return select(problem, logits, bias, num_token_non_padded=num_token_non_padded, magnitude=magnitude)
+    logits, magnitude, terms = gate(hidden, weight)
+    return select(problem, logits, bias, num_token_non_padded=num_token_non_padded, magnitude=magnitude, terms=terms)
 
 
 def plan(problem: Problem, form: PlanForm, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -62,6 +62,20 @@ CASES = {
             stands_for="GLM-4.6 has an fp32 gate weight, and SGLang has MoE modules for it that the plugin does not link",
         ),
         Case(
+            name="glm-4.5-air",
+            problem=Problem(experts=128, hidden=4096, topk=8, weight_dtype="float32"),
+            layers=45,
+            what="fp32 gate weight",
+            stands_for="SGLang has MoE modules for GLM-4.5-Air that the plugin does not link",
+        ),
+        Case(
+            name="minimax-m2",
+            problem=Problem(experts=256, hidden=3072, topk=8, weight_dtype="float32"),
+            layers=62,
+            what="fp32 gate weight",
+            stands_for="SGLang has MoE modules for MiniMax-M2 that the plugin does not link",
+        ),
+        Case(
             name="glm-4.5-air-bf16",
             problem=Problem(experts=128, hidden=4096, topk=8),
             layers=45,

@@ -8,10 +8,10 @@
 
 namespace rx {
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, int kSlices, int kGroups, bool kVector>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kWide, int kSlices, int kGroups, bool kVector>
 struct Pair {
-  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, bias [experts] fp32, num_token_non_padded [1] int32 or empty;
-  // written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32,
+  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, bias [experts] fp32, num_token_non_padded [1] int32 or
+  // empty; written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32,
   // weights [rows, slots] fp32; slots is topk and the shared experts
   static void run(
       TensorView hidden,
@@ -31,7 +31,7 @@ struct Pair {
     gate.out = static_cast<float*>(sums.data_ptr());
     gate.out_stride = kSlices * 128 * kGroups;
     gate.slice_stride = 128 * kGroups;
-    launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, false>(gate, kSlices, stream);
+    launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, kWide, false>(gate, kSlices, stream);
 
     WarpSelectParams select =
         warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);

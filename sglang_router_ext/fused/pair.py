@@ -6,16 +6,16 @@ import torch
 
 from sglang_router_ext import build
 from sglang_router_ext.arguments import check_gate, check_selection
-from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.contract import Problem
 from sglang_router_ext.gate.small_rows import config
 from sglang_router_ext.selection.warp_select import groups, outputs, scalars, template, vectorised
 
 HEADER = "fused/pair.cuh"
 
 
-def instance(experts: int, hidden: int, vector: bool) -> str:
+def instance(experts: int, hidden: int, vector: bool, wide: bool = False) -> str:
     """The C++ instance that serves a shape."""
-    split = config(experts, hidden)
+    split = config(experts, hidden, wide)
     return f"Pair<{split.template}, {split.slices}, {template(experts, vector)}>"
 
 
@@ -27,18 +27,18 @@ def pair(
     *,
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16, ``bias`` [experts] fp32 ->
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 ->
     logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32.
     """
-    check_gate("pair", hidden, weight)
-    expect(tuple(weight.shape) == (problem.experts, problem.hidden), "weight", tuple(weight.shape), f"the shape of {problem}")
+    check_gate("pair", hidden, weight, problem)
     check_selection("pair", problem, None, bias, num_token_non_padded, hidden.device)
     rows, experts, device = len(hidden), problem.experts, hidden.device
-    split = config(experts, problem.hidden)
+    wide = weight.dtype == torch.float32
+    split = config(experts, problem.hidden, wide)
     sums = torch.empty((rows, split.slices, 128 * groups(experts)), dtype=torch.float32, device=device)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias)))
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), wide))
     module.run(hidden, weight, bias, sums, logits, ids, weights, padding, *scalars(problem))
     return logits, ids, weights

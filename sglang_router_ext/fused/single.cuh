@@ -126,6 +126,7 @@ template <
     int kDepth,
     bool kExact,
     bool kHalved,
+    bool kWide,
     RowCount kCount,
     int kSlices,
     int kTeam,
@@ -144,7 +145,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
   const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
   if (producer >= 0 && producer < params.producers) {
     const int column = producer % params.columns, rest = producer / params.columns;
-    gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kCount, false, true>(
+    gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kWide, kCount, false, true>(
         params.gate, memory.producer, column, rest % kParts, kParts, rest / kParts, params.tiles_of_rows);
     if (!consumes) return;
     __syncthreads();
@@ -162,6 +163,7 @@ template <
     int kDepth,
     bool kExact,
     bool kHalved,
+    bool kWide,
     int kSlices,
     int kManyTiles,
     int kGroups,
@@ -247,7 +249,19 @@ struct Single {
     params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {
       launch(
-          &single_kernel<kWarps, kBlockTiles, kDepth, kExact, kHalved, kCount, kSlices, kGroups, kTopk, kVector, kFormat>,
+          &single_kernel<
+              kWarps,
+              kBlockTiles,
+              kDepth,
+              kExact,
+              kHalved,
+              kWide,
+              kCount,
+              kSlices,
+              kGroups,
+              kTopk,
+              kVector,
+              kFormat>,
           dim3(blocks),
           dim3(kWarps * kWarp),
           1,

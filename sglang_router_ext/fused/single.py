@@ -54,6 +54,8 @@ def many_tiles(split: Config, experts: int) -> int:
         return max((6, 5, 4), key=lambda tiles: (-(-experts % (8 * tiles)), tiles))
     if not split.exact or split.depth > 2:
         return split.tiles
+    if split.wide:
+        return min(split.warps // 4, 3)
     return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
 
 
@@ -63,12 +65,12 @@ def slices(split: Config, rows: int) -> int:
 
 
 @functools.cache
-def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
+def division(rows: int, experts: int, hidden: int, processors: int, wide: bool = False) -> Division:
     """Measured on an H200. What a consumer has, its plan need not be told, so few rows share one while it has warps to spare.
     More are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
     them. One planner is best while it has four threads for every slot of a top-8.
     """
-    split, tiles, team = config(experts, hidden), -(-rows // 16), groups(experts)
+    split, tiles, team = config(experts, hidden, wide), -(-rows // 16), groups(experts)
     producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split, experts)))) * slices(split, rows)
     at_once = -(-tiles // max(1, processors // producers))
     shares = -(-tiles // at_once)
@@ -89,9 +91,9 @@ def division(rows: int, experts: int, hidden: int, processors: int) -> Division:
     return Division(consumers, min(planners, consumers), shares, placing)
 
 
-def instance(experts: int, hidden: int, vector: bool, kind: str | None) -> str:
+def instance(experts: int, hidden: int, vector: bool, kind: str | None, wide: bool = False) -> str:
     """The C++ instance that serves a shape and a format."""
-    split = config(experts, hidden)
+    split = config(experts, hidden, wide)
     shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
@@ -124,9 +126,10 @@ def empty_plan(problem: Problem, form: PlanForm, rows: int, device: torch.device
 def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> tuple[Any, Division, Shape, Shape]:
     """The module of a launch, who does what in it, and the shapes of its words."""
     experts, device = problem.experts, bias.device
-    split, kind = config(experts, problem.hidden), None if form is None else form.kind
-    how = division(rows, experts, problem.hidden, _processors(device))
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind))
+    wide, kind = problem.weight_dtype == "float32", None if form is None else form.kind
+    split = config(experts, problem.hidden, wide)
+    how = division(rows, experts, problem.hidden, _processors(device), wide)
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind, wide))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
     return module, how, (rows, slices(split, rows), 128 * groups(experts)), told
 
@@ -148,12 +151,11 @@ def single(
     num_token_non_padded: torch.Tensor | None = None,
     form: PlanForm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16, ``bias`` [experts] fp32 ->
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 ->
     logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32, and the plan of ``form``
     by the names of :func:`~sglang_router_ext.reference.plan` ({} without one).
     """
-    check_gate("single", hidden, weight)
-    expect(tuple(weight.shape) == (problem.experts, problem.hidden), "weight", tuple(weight.shape), f"the shape of {problem}")
+    check_gate("single", hidden, weight, problem)
     check_selection("single", problem, None, bias, num_token_non_padded, hidden.device)
     rows, experts, device = len(hidden), problem.experts, hidden.device
     if form is not None:

@@ -1,4 +1,7 @@
-// Gate GEMM for few rows: logits[rows, experts] = hidden[rows, hidden] x weight[experts, hidden]^T, bf16 in, fp32 out.
+// Gate GEMM for few rows: logits[rows, experts] = hidden[rows, hidden] x weight[experts, hidden]^T, bf16 in, fp32 out; or with
+// kWide an fp32 weight, which three bf16 make up exactly. Each of their products with a bf16 is exact in fp32, so nothing is
+// lost but what the additions round, of which there are three times as many. A block splits what it has read, in registers:
+// no second copy of the weight goes stale.
 //
 // A block owns 8 * kTiles experts and one of kSlices slices of K; its kWarps warps split the slice. Grid: (experts, slices).
 // With more than 16 rows it keeps its weights in registers and goes through the rows, 16 at a time; of each row it reads its
@@ -20,7 +23,7 @@ namespace rx {
 
 struct SmallRowsParams {
   const __nv_bfloat16* hidden;  // [rows, hidden]
-  const __nv_bfloat16* weight;  // [experts, hidden]
+  const void* weight;           // [experts, hidden]
   float* out;                   // kCluster: logits [rows, experts]; else sums of one slice each [rows, slices, experts]
   int hidden_stride, weight_stride, out_stride, slice_stride;  // elements
   int rows, experts;
@@ -32,6 +35,34 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const uint32_t (&a)
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Eight consecutive elements of a weight, as they are read.
+template <bool kWide>
+struct Piece {
+  uint4 vectors[kWide ? 2 : 1];
+};
+
+// Keeps it as it is, and its parts out of registers until they are used: the compiler would split it once for all rows.
+__device__ __forceinline__ void hold(Piece<true>& piece) {
+#pragma unroll
+  for (int v = 0; v < 2; ++v)
+    pin(piece.vectors[v].x), pin(piece.vectors[v].y), pin(piece.vectors[v].z), pin(piece.vectors[v].w);
+}
+
+// The same as bf16, two in a register; the part number kPart of three, the first eight bits of what the parts before left.
+template <int kPart>
+__device__ __forceinline__ uint4 part_of(const Piece<true>& piece) {
+  auto pair = [](uint32_t low, uint32_t high) {
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) {
+      low = __float_as_uint(__uint_as_float(low) - __uint_as_float(low & 0xffff0000u));
+      high = __float_as_uint(__uint_as_float(high) - __uint_as_float(high & 0xffff0000u));
+    }
+    return __byte_perm(low, high, 0x7632);
+  };
+  const uint4 &a = piece.vectors[0], &b = piece.vectors[1];
+  return uint4{pair(a.x, a.y), pair(a.z, a.w), pair(b.x, b.y), pair(b.z, b.w)};
 }
 
 // How many rows a launch has: the operand of an mma is half empty, full, or there are several.
@@ -61,7 +92,16 @@ struct alignas(16) GateMemory {
 // kDepth: 32-wide chunks of K that a warp has in flight. kExact: the warps' shares are kDepth whole chunks each, which leaves
 // out every bound on K; a cold GPU fetches the instructions from memory too.
 // kWords: sums are read as they come, by blocks of this grid, so none is stored that nobody reads.
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, RowCount kCount, bool kCluster, bool kWords = false>
+template <
+    int kWarps,
+    int kTiles,
+    int kDepth,
+    bool kExact,
+    bool kHalved,
+    bool kWide,
+    RowCount kCount,
+    bool kCluster,
+    bool kWords = false>
 __device__ __forceinline__ void gate_block(
     const SmallRowsParams& params,
     GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, kCluster>& memory,
@@ -95,12 +135,14 @@ __device__ __forceinline__ void gate_block(
   }
 
   // Rows and experts past the end read the last one again; what comes of it is not stored.
-  uint4 weight[kDepth][kTiles];
-  const __nv_bfloat16* weight_row[kTiles];
+  Piece<kWide> weight[kDepth][kTiles];
+  constexpr int kBytes = kWide ? sizeof(float) : sizeof(__nv_bfloat16);
+  const unsigned char* weight_row[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int expert = min(first_expert + tile * 8 + group, params.experts - 1);
-    weight_row[tile] = params.weight + static_cast<int64_t>(expert) * params.weight_stride + (begin + lane) * 8;
+    const int64_t element = static_cast<int64_t>(expert) * params.weight_stride + (begin + lane) * 8;
+    weight_row[tile] = static_cast<const unsigned char*>(params.weight) + element * kBytes;
   }
   auto load_weight = [&](int done) {  // `done` pieces of this lane's lie behind
 #pragma unroll
@@ -109,7 +151,10 @@ __device__ __forceinline__ void gate_block(
       for (int tile = 0; tile < kTiles; ++tile) {
         const int step = done + 4 * i;
         const bool inside = kExact || begin + lane + step < past;
-        weight[i][tile] = inside ? load_once(weight_row[tile] + step * 8) : uint4{};
+#pragma unroll
+        for (int v = 0; v < (kWide ? 2 : 1); ++v) {
+          weight[i][tile].vectors[v] = inside ? load_once(weight_row[tile] + step * 8 * kBytes + v * sizeof(uint4)) : uint4{};
+        }
       }
     }
   };
@@ -170,8 +215,19 @@ __device__ __forceinline__ void gate_block(
         const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          mma_16x8x16(sum[tile][0], first, weight[i][tile].x, weight[i][tile].y);
-          mma_16x8x16(sum[tile][1], second, weight[i][tile].z, weight[i][tile].w);
+          auto add = [&](const uint4& part) {
+            mma_16x8x16(sum[tile][0], first, part.x, part.y);
+            mma_16x8x16(sum[tile][1], second, part.z, part.w);
+          };
+          if constexpr (kWide) {
+            auto add_part = [&]<int kPart>() {
+              if constexpr (kMany) hold(weight[i][tile]);
+              add(part_of<kPart>(weight[i][tile]));
+            };
+            add_part.template operator()<0>(), add_part.template operator()<1>(), add_part.template operator()<2>();
+          } else {
+            add(weight[i][tile].vectors[0]);
+          }
         }
       }
     };
@@ -260,18 +316,20 @@ __device__ __forceinline__ void gate_block(
   }
 }
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, RowCount kCount, bool kCluster>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kWide, RowCount kCount, bool kCluster>
 __global__ __launch_bounds__(kWarps * kWarp) void small_rows_kernel(const __grid_constant__ SmallRowsParams params) {
   __shared__ GateMemory<kWarps, kTiles, kCount, kCluster> memory;
-  gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kCount, kCluster>(params, memory, blockIdx.x, blockIdx.y, gridDim.y);
+  gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kWide, kCount, kCluster>(
+      params, memory, blockIdx.x, blockIdx.y, gridDim.y);
 }
 
 // Launches the kernel for 1 to 16 rows; the template follows from the shape (see small_rows.py) and the row count.
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kCluster>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kWide, bool kCluster>
 inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStream_t stream) {
   const dim3 grid((params.experts + 8 * kTiles - 1) / (8 * kTiles), slices);
-  auto* kernel = params.rows <= 8 ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, RowCount::kEight, kCluster>
-                                  : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, RowCount::kSixteen, kCluster>;
+  auto* kernel = params.rows <= 8
+                     ? &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, kWide, RowCount::kEight, kCluster>
+                     : &small_rows_kernel<kWarps, kTiles, kDepth, kExact, kHalved, kWide, RowCount::kSixteen, kCluster>;
   launch(kernel, grid, dim3(kWarps * kWarp), kCluster ? slices : 1, 0, stream, params);
 }
 
@@ -279,7 +337,7 @@ inline void launch_small_rows(const SmallRowsParams& params, int slices, cudaStr
 inline SmallRowsParams small_rows_params(TensorView hidden, TensorView weight) {
   SmallRowsParams params{};
   params.hidden = static_cast<const __nv_bfloat16*>(hidden.data_ptr());
-  params.weight = static_cast<const __nv_bfloat16*>(weight.data_ptr());
+  params.weight = weight.data_ptr();
   params.hidden_stride = static_cast<int>(hidden.stride(0));
   params.weight_stride = static_cast<int>(weight.stride(0));
   params.rows = static_cast<int>(hidden.size(0));
@@ -289,14 +347,15 @@ inline SmallRowsParams small_rows_params(TensorView hidden, TensorView weight) {
 }
 
 // Entry point of the gate alone: complete logits.
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved>
+template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kWide>
 struct SmallRows {
-  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16, logits [rows, experts] fp32 (written); slices 1 to 8
+  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, logits [rows, experts] fp32 (written); slices 1 to 8
   static void run(TensorView hidden, TensorView weight, TensorView logits, int64_t slices) {
     SmallRowsParams params = small_rows_params(hidden, weight);
     params.out = static_cast<float*>(logits.data_ptr());
     params.out_stride = static_cast<int>(logits.stride(0));
-    launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, true>(params, static_cast<int>(slices), stream_of(hidden));
+    launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, kWide, true>(
+        params, static_cast<int>(slices), stream_of(hidden));
   }
 };
 

@@ -117,7 +117,7 @@ def test_all_reasons_are_given_at_once() -> None:
         bias_dtype="bfloat16",
         groups=8,
         groups_kept=4,
-        weight_dtype="float32",
+        weight_dtype="float16",
         hidden_dtype="float16",
     )
     found = reasons(TABLE["pair"], problem, 64, A100)
@@ -127,7 +127,7 @@ def test_all_reasons_are_given_at_once() -> None:
         "2048 experts",
         "hidden 4100",
         "float16 hidden",
-        "float32 gate",
+        "float16 gate",
         "40 slots",
         "softmax",
         "bfloat16 bias",
