@@ -52,21 +52,19 @@ CASES = {
             problem=Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32"),
             layers=89,
             what="fp32 gate weight",
-            stands_for="SGLang has MoE modules for GLM-4.6 that the plugin does not link",
         ),
         Case(
             name="glm-4.6-bf16",
             problem=Problem(experts=160, hidden=5120, topk=8),
             layers=89,
             what="GLM-4.6's shape with a bf16 gate weight",
-            stands_for="GLM-4.6 has an fp32 gate weight, and SGLang has MoE modules for it that the plugin does not link",
+            stands_for="GLM-4.6 has an fp32 gate weight",
         ),
         Case(
             name="glm-4.5-air",
             problem=Problem(experts=128, hidden=4096, topk=8, weight_dtype="float32"),
             layers=45,
             what="fp32 gate weight",
-            stands_for="SGLang has MoE modules for GLM-4.5-Air that the plugin does not link",
         ),
         Case(
             name="minimax-m2",
@@ -80,7 +78,7 @@ CASES = {
             problem=Problem(experts=128, hidden=4096, topk=8),
             layers=45,
             what="GLM-4.5-Air's shape with a bf16 gate weight",
-            stands_for="GLM-4.5-Air has an fp32 gate weight, and SGLang has MoE modules for it that the plugin does not link",
+            stands_for="GLM-4.5-Air has an fp32 gate weight",
         ),
     )
 }

@@ -11,12 +11,12 @@ from typing import Any
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.contract import ContractError, Problem, expect
 
-FP32_GATES = ("glm4_moe",)
+FP32_GATES = ("glm4_moe", "glm4_moe_lite")
 """Model types whose gate weight is fp32 whatever their ``config.json`` says."""
 SOFTMAX_DEFAULT = ("deepseek_v2",)
 """Model types that route by softmax, without a bias, unless they say otherwise."""
-UNLINKED = ("glm4_moe", "glm4_moe_lite", "kimi_k3", "kimi_linear")
-"""Model types of the DeepSeek-V3 kind that SGLang does not build on DeepseekV2MoE, so that the plugin does not reach them."""
+UNLINKED = ("kimi_k3", "kimi_linear")
+"""Model types of the DeepSeek-V3 kind whose MoE modules the plugin does not link."""
 REQUIRED = ("n_routed_experts", "hidden_size", "num_experts_per_tok")
 GROUPS = ("n_group", "topk_group")
 

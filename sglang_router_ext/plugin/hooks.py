@@ -42,6 +42,32 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True):
     remove_when: str
 
 
+def _moe(module: str, block: str, gate: str, *, block_takes: tuple[str, ...], gate_takes: tuple[str, ...]) -> tuple[Hook, Hook]:
+    """The two hooks of a model's MoE block: it has a ``gate``, and a ``topk`` that selects from the gate's logits."""
+    return (
+        Hook(
+            target=f"sglang.srt.models.{module}.{block}.__init__",
+            kind="after",
+            where=SCHEDULER,
+            for_backend=False,
+            function="layer:link_moe",
+            parameters=("self", "config", "layer_id", "quant_config", "prefix", "alt_stream", *block_takes),
+            why="the gate must know the selection that follows it, and the backend in force while its layer is built",
+            remove_when=f"{gate} receives the TopKConfig of its layer",
+        ),
+        Hook(
+            target=f"sglang.srt.models.{module}.{gate}.forward",
+            kind="around",
+            where=SCHEDULER,
+            for_backend=False,
+            function="layer:gate_forward",
+            parameters=("self", "hidden_states", *gate_takes),
+            why="runs the route: the gate GEMM, and the selection where a design covers it",
+            remove_when="the gate is a fused op with a slot for plugins",
+        ),
+    )
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.server_args.ServerArgs.resolve_once",
@@ -63,38 +89,15 @@ HOOKS: tuple[Hook, ...] = (
         why="tells which process runs models, before it imports one; the others are spared the hooks below",
         remove_when="plugins are told the role of the process that loads them",
     ),
-    Hook(
-        target="sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__",
-        kind="after",
-        where=SCHEDULER,
-        for_backend=False,
-        function="layer:link_moe",
-        parameters=(
-            "self",
-            "config",
-            "layer_id",
-            "quant_config",
-            "prefix",
-            "alt_stream",
-            "routed_quant_stream",
-            "is_nextn",
-            "is_deepseek_v4",
-            "vl_correction_bias",
-            "reduce_results",
-        ),
-        why="the gate must know the selection that follows it, and the backend in force while its layer is built",
-        remove_when="MoEGate receives the TopKConfig of its layer",
+    *_moe(
+        "deepseek_v2",
+        "DeepseekV2MoE",
+        "MoEGate",
+        block_takes=("routed_quant_stream", "is_nextn", "is_deepseek_v4", "vl_correction_bias", "reduce_results"),
+        gate_takes=("gemm_output_zero_allocator", "forward_batch"),
     ),
-    Hook(
-        target="sglang.srt.models.deepseek_v2.MoEGate.forward",
-        kind="around",
-        where=SCHEDULER,
-        for_backend=False,
-        function="layer:gate_forward",
-        parameters=("self", "hidden_states", "gemm_output_zero_allocator", "forward_batch"),
-        why="runs the route: the gate GEMM, and the selection where a design covers it",
-        remove_when="the gate is a fused op with a slot for plugins",
-    ),
+    *_moe("glm4_moe", "Glm4MoeSparseMoeBlock", "Glm4MoeGate", block_takes=(), gate_takes=()),
+    *_moe("glm4_moe_lite", "Glm4MoeLiteSparseMoeBlock", "Glm4MoeLiteGate", block_takes=("is_nextn",), gate_takes=()),
     Hook(
         target="sglang.srt.models.deepseek_v2.DeepseekV2MoE._forward_shared_experts",
         kind="before",

@@ -1,7 +1,7 @@
 """One MoE layer of SGLang: asks the table for its route, runs it where the gate runs, and hands the selection over.
 
-    DeepseekV2MoE.__init__    -> link_moe       ties the gate to the TopKConfig that selects from its logits
-    MoEGate.forward           -> gate_forward   runs the route; the logits returned carry the selection as a Plan
+    __init__ of a MoE block   -> link_moe       ties the gate to the TopKConfig that selects from its logits
+    its gate's forward        -> gate_forward   runs the route; the logits returned carry the selection as a Plan
     topk.biased_grouped_topk  -> take_plan      takes the Plan if it answers exactly the question asked, or calls the original
 
 What the experts' count and sort would make comes with it where a design plans; see ``blocks.py``.
@@ -257,7 +257,7 @@ def hand_over(logits: torch.Tensor, handed: Plan | str) -> torch.Tensor:
 
 
 def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None = None) -> Layer:
-    """Tie ``gate`` (MoEGate) to ``topk`` (TopK, HashTopK), which selects from its logits. Registers no submodule or parameter.
+    """Tie ``gate`` to ``topk`` (TopK, HashTopK), which selects from its logits. Registers no submodule or parameter.
 
     ``request`` None: what is in force now (see :func:`request_in_force`).
     """
@@ -289,21 +289,17 @@ def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None =
 
 
 def link_moe(result: None, moe: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER DeepseekV2MoE.__init__."""
+    """AFTER __init__ of a MoE block: DeepseekV2MoE, Glm4MoeSparseMoeBlock, Glm4MoeLiteSparseMoeBlock."""
     link(moe.gate, moe.topk)
 
 
 def gate_forward(
-    original: Callable[..., torch.Tensor],
-    gate: torch.nn.Module,
-    hidden_states: torch.Tensor,
-    gemm_output_zero_allocator: Any = None,
-    forward_batch: Any = None,
+    original: Callable[..., torch.Tensor], gate: torch.nn.Module, hidden_states: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
-    """AROUND MoEGate.forward: ``hidden_states`` [rows, hidden] -> logits [rows, experts]."""
+    """AROUND a gate's forward: ``hidden_states`` [rows, hidden] -> logits [rows, experts]."""
 
     def host() -> torch.Tensor:
-        return original(gate, hidden_states, gemm_output_zero_allocator, forward_batch)
+        return original(gate, hidden_states, *rest, **named)
 
     if torch.compiler.is_compiling():  # a compiler traces SGLang's own code
         return host()

@@ -77,7 +77,10 @@ def test_the_table_refuses_duplicates_and_unknown_kinds():
 
 def test_a_gate_alone_leaves_selection_and_runner_untouched():
     targets = {hook.target for hook in hooks.needed(where=SCHEDULER, for_backend=False)}
-    assert targets == {"sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__", "sglang.srt.models.deepseek_v2.MoEGate.forward"}
+    linked = ("deepseek_v2.DeepseekV2MoE", "glm4_moe.Glm4MoeSparseMoeBlock", "glm4_moe_lite.Glm4MoeLiteSparseMoeBlock")
+    gates = ("deepseek_v2.MoEGate", "glm4_moe.Glm4MoeGate", "glm4_moe_lite.Glm4MoeLiteGate")
+    names = {f"{block}.__init__" for block in linked} | {f"{gate}.forward" for gate in gates}
+    assert targets == {f"sglang.srt.models.{name}" for name in names}
 
 
 def test_a_changed_signature_is_named(host):

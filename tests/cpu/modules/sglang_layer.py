@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import torch
 from sglang.srt.layers.moe import topk
-from sglang.srt.models import deepseek_v2
+from sglang.srt.models import deepseek_v2, glm4_moe
 from sglang.srt.runtime_context import SpawnRanks, get_flags, publish, reset_context
 from sglang.srt.server_args import ServerArgs
 
@@ -57,10 +57,10 @@ def fresh() -> Iterator[None]:
     moe.runner_backend = before
 
 
-def build(backend="router_ext_pair", *, gate="auto", gpu="h200", bias_dtype=torch.float32, **options):
-    """SGLang's MoEGate and TopK, linked in reference mode, with weights that leave no near-ties."""
+def build(backend="router_ext_pair", *, gate="auto", gpu="h200", bias_dtype=torch.float32, fp32=False, **options):
+    """SGLang's MoEGate (``fp32``: Glm4MoeGate) and TopK, linked in reference mode, with weights that leave no near-ties."""
     torch.manual_seed(5)
-    module = deepseek_v2.MoEGate(SHAPE, None).to(torch.bfloat16)
+    module = glm4_moe.Glm4MoeGate(SHAPE) if fp32 else deepseek_v2.MoEGate(SHAPE, None).to(torch.bfloat16)
     module.weight.normal_(std=0.1)
     bias = torch.randn(EXPERTS, dtype=torch.float32) * 0.2
     module.e_score_correction_bias = torch.nn.Parameter(bias.to(bias_dtype))

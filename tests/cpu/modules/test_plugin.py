@@ -7,7 +7,7 @@ import torch
 from sglang.srt.configs.shared_experts import SharedExpertsConfig
 from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
-from sglang.srt.models import deepseek_v2
+from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite
 from sglang.srt.runtime_context import get_exec, get_flags, get_model
 from sglang_layer import EXPERTS, HIDDEN, SCALE, SHAPE, TOPK, build, paths, reasons, rows_of, truth_of
 
@@ -58,11 +58,16 @@ def test_weights_updated_in_place_are_seen():
     assert torch.equal(after.long(), truth_of(module, hidden).ids)
 
 
-def test_a_real_moe_block_is_linked_and_runs_on_our_core():
+@pytest.mark.parametrize(
+    "kind",
+    [deepseek_v2.DeepseekV2MoE, glm4_moe.Glm4MoeSparseMoeBlock, glm4_moe_lite.Glm4MoeLiteSparseMoeBlock],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_real_moe_block_is_linked_and_runs_on_our_core(kind: type):
     backend = runner.Family("router_ext_pair", MoeRunnerBackend.TRITON)
     get_flags().moe.runner_backend = backend
     with reference_mode.reference_mode():
-        block = deepseek_v2.DeepseekV2MoE(SHAPE, layer_id=1)
+        block = kind(SHAPE, layer_id=1)
     linked = block.gate.__dict__[layer.LINK]
     assert linked.request.backend == "router_ext_pair"
     assert linked.config is block.topk.topk_config
@@ -131,6 +136,25 @@ def test_our_selection_after_sglangs_gate():
     assert reasons("gate") == ["SGLANG_ROUTER_EXT_GATE=host"]
 
 
+@pytest.mark.parametrize("backend", ["router_ext_pair", "router_ext_single"])
+def test_glm_4s_fp32_gate_is_routed_by_ours(backend: str):
+    module, select = build(backend, fp32=True)
+    hidden = rows_of(3)
+    output = select(hidden, module(hidden))
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(output.topk_ids.long(), truth_of(module, hidden, weight_dtype="float32").ids)
+    name = f"reference:{backend.removeprefix('router_ext_')}"
+    assert paths() == [("gate", name), ("selection", name)]
+
+
+def test_an_fp32_gate_is_not_chosen_before_it_is_measured():
+    module, select = build("router_ext", fp32=True)
+    hidden = rows_of(3)
+    select(hidden, module(hidden))
+    assert paths() == [("gate", "host"), ("selection", "reference:warp_select")]
+    assert "pair: float32 gate weight: not measured on NVIDIA H200" in reasons("gate")[0]
+
+
 @pytest.mark.parametrize(("on_output", "weight"), [(True, 1.0), (False, 0.4)])
 def test_fused_shared_experts_get_their_slot(on_output: bool, weight: float):
     """As SGLang's own router gives it: id past the experts, a weight that cancels a later scaling of the whole output."""
@@ -171,10 +195,9 @@ def test_a_selection_by_another_function_is_not_planned():
     ("change", "reason"),
     [
         (lambda gate: gate.__dict__.pop(layer.LINK), layer.NOT_LINKED),
-        (lambda gate: setattr(gate, "weight", torch.nn.Parameter(gate.weight.float())), "float32 gate weight"),
         (lambda gate: gate.__dict__.update(weight=gate._parameters.pop("weight").data), "not a plain parameter"),
     ],
-    ids=["unlinked", "fp32 weight", "offloaded or wrapped weight"],
+    ids=["unlinked", "offloaded or wrapped weight"],
 )
 def test_a_gate_that_no_design_takes_runs_as_ever(change, reason):
     module, _ = build()
