@@ -30,6 +30,9 @@ def reasons(
         found.append("no CUDA GPU")
     elif design.archs is not None:
         refuse(gpu.arch not in design.archs, f"sm_{gpu.arch}: built for {design.archs_text}")
+    if gpu is not None and gpu.processors is not None:
+        few = gpu.processors < design.min_processors
+        refuse(few, f"{gpu.processors} multiprocessors: takes {design.min_processors} or more")
     refuse(rows not in design.rows, f"{rows} rows: takes {design.rows}")
     if design.max_experts is not None:
         refuse(problem.experts > design.max_experts, f"{problem.experts} experts: takes at most {design.max_experts}")

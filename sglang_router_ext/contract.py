@@ -135,6 +135,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
     name: str
     arch: int
+    processors: int | None = None
+    """Multiprocessors; a part of a GPU (MIG) has fewer. None: those of a whole one."""
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.arch})"

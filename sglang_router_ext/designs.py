@@ -54,6 +54,8 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     archs: tuple[int, ...] | None = None
     """10 x compute capability; None: any GPU that the host supports."""
+    min_processors: int = 1
+    """Multiprocessors that it needs."""
     max_experts: int | None = None
     max_topk: int | None = None
     hidden_multiple: int = 1
@@ -123,7 +125,9 @@ DESIGNS: tuple[Design, ...] = (
         target="fused.single:single",
         what="one launch: small_rows' blocks, blocks that select from their sums as they come, and the plan by some of those",
         archs=HOPPER_UP,
-        max_experts=1024,
+        # Consumers wait for producers, so those of two launches at a time must leave multiprocessors free: 2 x 64 at most.
+        min_processors=132,
+        max_experts=512,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -266,12 +270,12 @@ BACKENDS = {
         Backend("router_ext", "designs that are on and that records show to beat SGLang's on this GPU at this row count"),
         Backend(
             "router_ext_pair",
-            "the fused pair: a gate GEMM and one selection kernel",
+            "the fused pair: a gate GEMM and one selection kernel; past 16 rows cuBLAS's GEMM and that kernel",
             ("pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
         ),
         Backend(
             "router_ext_single",
-            "one launch for gate, selection and the experts' plan, and the pair where that does not reach",
+            "one launch for gate, selection and the experts' plan; past 128 rows cuBLAS's GEMM and the pair's selection",
             ("single", "pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
         ),
     )

@@ -103,6 +103,7 @@ def _plugin() -> Iterator[Finding]:
 
 def probe() -> None:
     """The other process: prints each finding as a marked line. SGLang prints what it likes in between."""
+    from sglang_router_ext import settings
     from sglang_router_ext.plugin import hooks, preflight
 
     def tell(section: str, subject: str, state: str, text: str) -> None:
@@ -121,6 +122,9 @@ def probe() -> None:
 
     load_plugins()
     early = {hook.target for hook in hooks.HOOKS if hooks.live(hook)}
+    if not settings.read().enabled:
+        tell("hooks", "all", "note", "none is applied: SGLANG_ROUTER_EXT=0 turns the plugin off")
+        return
     for hook in hooks.needed(where=hooks.EVERY_PROCESS):
         alive = hook.target in early
         text = "live after load_plugins()" if alive else "not live after load_plugins()"

@@ -107,7 +107,9 @@ def results(records: Sequence[Record] | None = None) -> str:
         newest[*model, line.get("moe_intermediate"), *served] = line
     parts += [_served(line) for line in newest.values()]
     compared = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == LAUNCHES]
-    parts += [_launches(line) for line in {(line["problem"], line["experts"]): line for line in compared}.values()]
+    same = ("gpu", "problem", "moe_layers", "moe_intermediate", "experts", "backends")
+    newest = {tuple(line[name] for name in same): line for line in sorted(compared, key=lambda line: line["time"])}
+    parts += [_launches(line) for line in newest.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 
@@ -162,7 +164,7 @@ def _served(line: dict[str, Any]) -> str:
         for size in next(iter(engines.values()))["router"]
     ]
     tokens = f"\n{_tokens(line['tokens'])}\n" if "tokens" in line else ""
-    return f"{title}; run {line['run']} ({line['time'][:10]}).\n\n{table(header, rows)}{tokens}"
+    return f"{title}; run {line['run']} ({line['time'][:10]}, commit {line['commit'][:7]}).\n\n{table(header, rows)}{tokens}"
 
 
 def _launches(line: dict[str, Any]) -> str:
@@ -185,11 +187,11 @@ def _launches(line: dict[str, Any]) -> str:
     verdict = (
         "NOT stock's"
         if any(one["against"] for one in judged)
-        else "stock's but for near-ties, of which these weights make many"
+        else "stock's but for near-ties, each of which changes what follows it"
     )
     return (
         f"A decode step of {where} {line['moe_intermediate']}) by the clock, in ms: the median of {count} launches each, in"
-        f" mixed order (p10 to p90); run {line['run']} ({line['time'][:10]}).\n\n"
+        f" mixed order (p10 to p90); run {line['run']} ({line['time'][:10]}, commit {line['commit'][:7]}).\n\n"
         f"{table(('requests', *variants), rows)}\nGreedy tokens are {verdict}; {equal}.\n"
     )
 

@@ -31,7 +31,8 @@ def gpu(index: int | None = None) -> Gpu | None:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(index)
-    return Gpu(torch.cuda.get_device_name(index), 10 * major + minor)
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).multi_processor_count
+    return Gpu(torch.cuda.get_device_name(index), 10 * major + minor, processors)
 
 
 def versions() -> dict[str, str | None]:

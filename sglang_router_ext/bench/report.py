@@ -99,12 +99,14 @@ def failures(lines: Sequence[Line]) -> list[str]:
 
 
 def per_pass(lines: Sequence[Line]) -> list[str]:
-    """What the fastest router of ours saves against SGLang's in one forward pass, as far as kernel times carry over."""
+    """What the fastest router of ours saves against SGLang's in one forward pass, without and with the experts' plan, as far as
+    kernel times carry over.
+    """
     found = []
-    routers = [line for line in lines if line.timing and line.cache == "cold" and line.stages == ROUTER]
-    for case, rows in dict.fromkeys((line.case, line.rows) for line in routers):
-        at = [line for line in routers if (line.case, line.rows) == (case, rows)]
-        mine, host = _fastest(at, ours=True), _find(at, HOST[ROUTER], ours=False)
+    routers = [line for line in lines if line.timing and line.cache == "cold" and line.stages in (ROUTER, PLANNED)]
+    for case, rows, stages in dict.fromkeys((line.case, line.rows, line.stages) for line in routers):
+        at = [line for line in routers if (line.case, line.rows, line.stages) == (case, rows, stages)]
+        mine, host = _fastest(at, ours=True), _find(at, HOST[stages], ours=False)
         layers = CASES[case].layers
         if mine and host and layers:
             saved = (host.median_us - mine.median_us) * layers / 1000
@@ -123,9 +125,8 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    shown = [
-        line for line in lines if line.timing and (line.stages in (ROUTER, "floor") or (line.ours and line.stages == PLANNED))
-    ]
+    drawn = (ROUTER, PLANNED, "floor")
+    shown = [line for line in lines if line.timing and line.stages in drawn and (line.design, line.stages) not in NOT_RACED]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
@@ -144,7 +145,10 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
             if mine:
                 _draw(axis, mine, label=f"{what}: {names}", color=colour, linewidth=2.4)
         ticks = sorted({line.rows for line in here})
-        apart = [tick for place, tick in enumerate(ticks) if place == 0 or tick > 1.2 * ticks[place - 1]]
+        apart = ticks[:1]
+        for tick in ticks:
+            if tick > 1.2 * apart[-1]:
+                apart.append(tick)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(apart, [str(tick) for tick in apart], fontsize="small")
@@ -167,7 +171,7 @@ def _draw(axis: Any, curve: Sequence[Line], **style: Any) -> None:
 
 
 def _bar_name(line: Line) -> str:
-    mark = f" *{', plan' if line.stages == PLANNED else ''}" if line.ours else ""
+    mark = f" *{', with plan' if line.stages == PLANNED else ', without'}" if line.ours else ""
     return f"{line.design}{mark}\n{line.median_us:.2f} us"
 
 

@@ -19,6 +19,14 @@ LISTED_ROWS = 1024
 """Row counts that ``explain`` lists one by one at most."""
 
 
+def _fastest_at(design: Design) -> str:
+    def text(bands: dict[str, tuple[Rows, ...]], what: str) -> list[str]:
+        return [f"{gpu}: {', '.join(map(str, rows))}{what}" for gpu, rows in bands.items()]
+
+    plan, without = (" with a plan", " without") if design.plans else ("", "")
+    return "; ".join(text(design.bands, plan) + text(design.bands_without_plan, without)) or "-"
+
+
 @app.command("list")
 def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Print the table of designs, and the backends that choose among them."""
@@ -30,7 +38,7 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
     for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
         table.add_column(name, overflow="fold")
     for design in DESIGNS:
-        bands = "; ".join(f"{gpu}: {', '.join(map(str, rows))}" for gpu, rows in design.bands.items()) or "-"
+        bands = _fastest_at(design)
         stable = "yes" if design.row_stable else "no"
         table.add_row(
             design.name,
@@ -59,6 +67,7 @@ def _limits(design: Design) -> str:
         "" if design.max_topk is None else f"top-k <= {design.max_topk}",
         "" if design.hidden_multiple == 1 else f"hidden in {design.hidden_multiple}s",
         "" if design.max_hidden is None else f"hidden <= {design.max_hidden}",
+        "" if design.min_processors == 1 else f"{design.min_processors} multiprocessors",
     ]
     return ", ".join(part for part in parts if part) or "-"
 

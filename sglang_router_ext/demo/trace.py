@@ -169,5 +169,5 @@ def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
         if tuple(short(kernel.name) for kernel in call) == most
     ]
     sorting = Counter(short(kernel.name) for step in steps for kernel in step if SORTING.search(kernel.name))
-    a_layer = {name: round(number / count, 2) for name, number in sorted(sorting.items())}
+    a_layer = {name: round(number / len(calls), 2) for name, number in sorted(sorting.items())}
     return RouterTime(list(most), round(statistics.median(spans), 2), count, a_layer)

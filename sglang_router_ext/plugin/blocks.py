@@ -88,19 +88,21 @@ def selected(
     **options: Any,
 ) -> Any:
     """AROUND select_experts."""
-    _made.take()
     options |= {"num_token_non_padded": num_token_non_padded, "expert_location_dispatch_info": expert_location_dispatch_info}
+    if torch.compiler.is_compiling():
+        return original(hidden_states, router_logits, topk_config, **options)
+    _made.take()
     output = original(hidden_states, router_logits, topk_config, **options)
     made = _made.take()
     ids = getattr(output, "topk_ids", None)
-    if torch.compiler.is_compiling() or not isinstance(ids, torch.Tensor):
+    if not isinstance(ids, torch.Tensor):
         return output
     from sglang.srt.layers.moe.topk import routing_simulation_enabled
 
     # It cuts the shared slots off, maps and masks the others, and puts the slots back, also where there is nothing to do.
     if made is not None and made is not ids and topk_config.num_shared_topk_slots > 0 and made.shape == ids.shape:
         carried: Blocks = getattr(made, CARRIED)
-        if expert_location_dispatch_info is None and made._version == carried.version:
+        if expert_location_dispatch_info is None and made._version == carried.version and not ids.is_inference():
             carry(ids, carried._replace(version=ids._version))
     if num_token_non_padded is not None:
         void(ids, PADDED)

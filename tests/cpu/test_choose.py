@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sglang_router_ext.choose import choose, reasons
-from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Problem
+from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Gpu, Problem
 from sglang_router_ext.designs import BACKENDS, GATES, TABLE, Rows
 
 GLM = Problem(experts=288, hidden=4096, topk=8)
@@ -187,3 +187,11 @@ def test_what_is_not_known_is_an_error() -> None:
 def test_a_problem_that_makes_no_sense_is_an_error_that_names_the_field(field: str, value: object) -> None:
     with pytest.raises(ContractError, match=f"^{field}: got {value}, allowed: "):
         Problem(**{"experts": 8, "hidden": 8, "topk": 2, field: value})
+
+
+def test_a_part_of_a_gpu_may_be_too_small() -> None:
+    """Blocks of ``single`` wait for others: those of two launches at a time must leave multiprocessors free."""
+    part = Gpu("NVIDIA H200 MIG 1g.18gb", 90, 16)
+    assert "16 multiprocessors: takes 132 or more" in reasons(TABLE["single"], GLM, 4, part)
+    assert not any("multiprocessors" in reason for reason in reasons(TABLE["single"], GLM, 4, Gpu("NVIDIA H200", 90, 132)))
+    assert not any("multiprocessors" in reason for reason in reasons(TABLE["pair"], GLM, 4, part))

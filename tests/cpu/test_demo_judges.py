@@ -111,7 +111,9 @@ def repeated(layer: list[Kernel], times: int, offset: float = 0.0) -> list[Kerne
 
 def test_the_router_of_a_decode_step_is_found_by_place() -> None:
     kernels = sorted(repeated(STOCK_LAYER, 6) + repeated(PREFILL_LAYER, 3, offset=1000))
-    assert trace.router_time([kernels]) == RouterTime(["tiny_n_gemm_kernel", "_router_triton_kernel"], 4.5, 6, {"moe_align": 1})
+    assert trace.router_time([kernels]) == RouterTime(
+        ["tiny_n_gemm_kernel", "_router_triton_kernel"], 4.5, 6, {"moe_align": 0.67}
+    )
     split = trace.router_time([repeated(PREFILL_LAYER, 1), repeated(PREFILL_LAYER, 2)])
     assert split == RouterTime(["nvjet_tst_128x64", "splitKreduce_kernel", "_router_triton_kernel"], 12.0, 3)
 

@@ -47,6 +47,17 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
                 assert how.consumers > producers
 
 
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 33, 64, 65, 66, 96, 127, 128])
+def test_consumers_of_two_launches_leave_room_whatever_the_shape(rows: int) -> None:
+    """They wait for producers, which must find a place: of every shape that the table gives to it, on the smallest GPU."""
+    design = TABLE["single"]
+    assert design.max_experts is not None
+    for processors in (design.min_processors, 148):
+        for experts in (*range(1, design.max_experts, 7), design.max_experts):
+            for hidden in (8, 40, 520, *range(512, 8192, 256), 65536):
+                assert single.division(rows, experts, hidden, processors).consumers < processors / 2, (experts, hidden)
+
+
 def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "RESERVE", 1024)
     pool = words.Pool()

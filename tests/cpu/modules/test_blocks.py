@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,31 @@ def test_ids_keep_their_plan_where_fused_shared_experts_are_put_behind_them(host
                     assert torch.equal(a, b)
             assert len(host[0]) - before == (2 if moved else 1)
     assert paths().count(("plan", "reference:single")) == 1
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_compiler_traces_sglangs_own_selection(shared):
+    """In a thread of its own, where no select_experts has run before: what this thread keeps is not the compiler's business."""
+    found = []
+
+    def compiled():
+        with (
+            torch.no_grad(),
+            torch.compiler.set_stance("default"),
+            get_model().override(shared_experts=SharedExpertsConfig(num_fused_shared_experts=shared)),
+        ):
+            module, topk = build("router_ext_single")
+            run = torch.compile(lambda hidden: topk(hidden, module(hidden)).topk_ids, backend="eager")
+            hidden = rows_of(5)
+            found.extend(run(hidden) for _ in range(3))
+
+    thread = threading.Thread(target=compiled)
+    thread.start()
+    thread.join()
+    assert len(found) == 3
+    for ids in found:
+        assert ids.shape == (5, 6 + shared)
+        assert blocks.CARRIED not in ids.__dict__
 
 
 def test_mapped_ids_of_fused_shared_experts_have_no_plan(host, monkeypatch):
