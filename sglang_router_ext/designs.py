@@ -125,9 +125,8 @@ DESIGNS: tuple[Design, ...] = (
         target="fused.single:single",
         what="one launch: small_rows' blocks, blocks that select from their sums as they come, and the plan by some of those",
         archs=HOPPER_UP,
-        # Consumers wait for producers, so those of two launches at a time must leave multiprocessors free: 2 x 64 at most.
-        min_processors=132,
-        max_experts=512,
+        min_processors=32,  # four launches' planners, which wait, leave some free
+        max_experts=1024,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,

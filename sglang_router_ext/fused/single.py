@@ -69,6 +69,9 @@ def division(rows: int, experts: int, hidden: int, processors: int, wide: bool =
     """Measured on an H200. What a consumer has, its plan need not be told, so few rows share one while it has warps to spare.
     More are selected faster where they do not share a multiprocessor. The last producers consume where there is no room beside
     them. One planner is best while it has four threads for every slot of a top-8.
+
+    Consumers wait for producers. Where those of two launches could fill the GPU they come behind all producers: what waits then
+    waits for blocks that have a place already, and all but the planners leave by themselves.
     """
     split, tiles, team = config(experts, hidden, wide), -(-rows // 16), groups(experts)
     producers = -(-experts // (8 * (split.tiles if tiles == 1 else many_tiles(split, experts)))) * slices(split, rows)
@@ -88,6 +91,8 @@ def division(rows: int, experts: int, hidden: int, processors: int, wide: bool =
     few = rows <= 8 or rows <= min(16, split.warps - each * team)
     planners = 1 if few else rows // 4 if rows <= 16 else 4 if rows <= 48 else PLANNERS
     placing = Placing.FIRST if consumers <= room else Placing.BOTH if consumers <= producers * shares else Placing.LAST
+    if 2 * consumers >= processors:
+        placing = Placing.LAST
     return Division(consumers, min(planners, consumers), shares, placing)
 
 

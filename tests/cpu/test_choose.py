@@ -192,6 +192,6 @@ def test_a_problem_that_makes_no_sense_is_an_error_that_names_the_field(field: s
 def test_a_part_of_a_gpu_may_be_too_small() -> None:
     """Blocks of ``single`` wait for others: those of two launches at a time must leave multiprocessors free."""
     part = Gpu("NVIDIA H200 MIG 1g.18gb", 90, 16)
-    assert "16 multiprocessors: takes 132 or more" in reasons(TABLE["single"], GLM, 4, part)
+    assert "16 multiprocessors: takes 32 or more" in reasons(TABLE["single"], GLM, 4, part)
     assert not any("multiprocessors" in reason for reason in reasons(TABLE["single"], GLM, 4, Gpu("NVIDIA H200", 90, 132)))
     assert not any("multiprocessors" in reason for reason in reasons(TABLE["pair"], GLM, 4, part))

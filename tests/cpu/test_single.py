@@ -34,7 +34,7 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
         how = single.division(rows, experts, hidden, 132)
         each = -(-rows // how.consumers)
         assert each * how.consumers >= rows and each * team <= split.warps
-        assert 1 <= how.planners <= how.consumers < 132 / 2  # two launches at a time leave room
+        assert 1 <= how.planners <= how.consumers
         assert 1 <= how.tiles_of_rows <= math.ceil(rows / 16)
         columns = 8 * (split.tiles if rows <= 16 else single.many_tiles(split, experts))
         producers = -(-experts // columns) * single.slices(split, rows) * how.tiles_of_rows
@@ -44,18 +44,21 @@ def test_every_row_has_a_team_and_consumers_leave_room(experts: int, hidden: int
             case Placing.BOTH:
                 assert producers + how.consumers > 132 and how.consumers <= producers
             case Placing.LAST:
-                assert how.consumers > producers
+                assert how.consumers > producers or 2 * how.consumers >= 132
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 33, 64, 65, 66, 96, 127, 128])
-def test_consumers_of_two_launches_leave_room_whatever_the_shape(rows: int) -> None:
-    """They wait for producers, which must find a place: of every shape that the table gives to it, on the smallest GPU."""
+def test_what_waits_leaves_room_whatever_the_shape(rows: int) -> None:
+    """Consumers wait for producers: those of two launches must not fill the GPU, unless all producers come before them."""
     design = TABLE["single"]
     assert design.max_experts is not None
-    for processors in (design.min_processors, 148):
+    for processors in (design.min_processors, 78, 114, 132, 148):
         for experts in (*range(1, design.max_experts, 7), design.max_experts):
             for hidden in (8, 40, 520, *range(512, 8192, 256), 65536):
-                assert single.division(rows, experts, hidden, processors).consumers < processors / 2, (experts, hidden)
+                for wide in (False, True):
+                    how = single.division(rows, experts, hidden, processors, wide)
+                    assert how.placing is Placing.LAST or 2 * how.consumers < processors, (experts, hidden, wide, how)
+                    assert 4 * how.planners <= processors
 
 
 def test_launches_of_one_owner_share_words_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
