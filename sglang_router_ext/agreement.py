@@ -16,10 +16,14 @@ A selection is judged by the logits that came with it, if any did, and then the 
 the gate may add wrongly is the gate's, and no cover for the selection. An id may differ from the oracle's only where both keys
 involved lie within the sum of their bounds of each other; our own designs also owe the descending order of the keys, within the
 same bounds. Where two keys tie whatever the rounding (see ``_tied``), the lower id must win and stand first.
+
+With groups, a row may have kept others than the oracle only if every group left has a score within the bounds of every group
+taken; a group's bound is that of its two best keys, and one rounding of their sum. The row is then judged by its own groups.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -145,6 +149,8 @@ def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: to
     twice = (ascending[:, 1:] == ascending[:, :-1]).any(1)
     found += _first(twice, lambda r: f"ids[{r}]: an expert stands twice in {ids[r].tolist()}")
     found += _first(~weights.isfinite(), lambda r, k: f"weights[{r}, {k}]: {weights[r, k]} is not finite")
+    if not found and problem.groups > 1:
+        truth = _with_groups_of(ids, truth, problem, bound)
     if not found:
         slack = _slack(truth, bound)
         found += _compare_ids(ids, truth, slack) + _compare_weights(ids, weights, truth, problem, bound[:valid])
@@ -165,7 +171,7 @@ def _slack(truth: Truth, bound: torch.Tensor) -> torch.Tensor:
     return bound / 4 + 4 * U + U * torch.where(truth.keys.isfinite(), truth.keys.abs(), 0.0)
 
 
-def _tied(truth: Truth, row: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _tied(truth: Truth, row: torch.Tensor | int, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Whether the keys of experts ``one`` and ``other`` of ``row`` (index tensors that broadcast) tie in any precision.
 
     They do where the fp64 keys are equal and either both keys are infinite or NaN, or the biases are equal and the scores too:
@@ -176,6 +182,58 @@ def _tied(truth: Truth, row: torch.Tensor, one: torch.Tensor, other: torch.Tenso
     score = (a == b) | ((a >= 18) & (b >= 18)) | ((a <= -104) & (b <= -104))
     bias = True if truth.bias is None else truth.bias[one] == truth.bias[other]
     return equal & (key.isinf() | (key == NAN_KEY) | (score & bias))
+
+
+MOST_OPEN = 12
+
+
+def _with_groups_of(ids: torch.Tensor, truth: Truth, problem: Problem, bound: torch.Tensor) -> Truth:
+    """``truth``, but in rows that kept other groups than the oracle's, which is within the bounds, by the groups of ``ids``."""
+    free = reference.ungrouped(problem, truth.logits, truth.bias)
+    scores, pairs = reference.group_scores(problem, free.keys)
+    slack = _slack(free, bound).gather(1, pairs.flatten(1)).unflatten(1, (problem.groups, -1)).sum(2)
+    slack += U * torch.where(scores.isfinite(), scores.abs(), 0.0)
+    kept = reference.best_groups(problem, free.keys)
+    again = kept.clone()
+    mine, best = ids.sort(1).values, truth.ids[: len(ids)].sort(1).values
+    for row in (mine != best).any(1).nonzero().flatten().tolist():
+        sets = _allowed_groups(free, row, scores[row], slack[row], pairs[row], kept[row])
+        trial = kept[row].repeat(len(sets), 1)
+        for place, some in enumerate(sets):
+            trial[place] = False
+            trial[place, some] = True
+        rows = truth.logits[row].expand(len(sets), -1)
+        found = reference.select(problem, rows, truth.bias, groups=trial).ids.sort(1).values
+        fitting = (found == mine[row]).all(1).nonzero().flatten()
+        if len(fitting):
+            again[row] = trial[fitting[0]]
+    if torch.equal(again, kept):
+        return truth
+    given = {"magnitude": truth.magnitude, "terms": truth.terms}
+    return reference.select(problem, truth.logits, truth.bias, num_token_non_padded=truth.valid, groups=again, **given)
+
+
+def _allowed_groups(
+    free: Truth, row: int, scores: torch.Tensor, slack: torch.Tensor, pairs: torch.Tensor, kept: torch.Tensor
+) -> list[list[int]]:
+    """The sets of groups that a row may have kept. ``scores``, ``slack`` [groups]; ``pairs`` [groups, 2]: two best experts."""
+    if kept.all():
+        return []
+    reach = 2 * slack.max()
+    near = kept & ~(scores > scores[~kept].max() + reach) | ~kept & ~(scores < scores[kept].min() - reach)
+    sure, open_ = (kept & ~near).nonzero().flatten().tolist(), near.nonzero().flatten().tolist()
+    if len(open_) > MOST_OPEN:
+        return []
+    allowed = []
+    for some in itertools.combinations(open_, int(kept.sum()) - len(sure)):
+        taken = torch.tensor(some, dtype=torch.long, device=scores.device)[None, :]
+        left = torch.tensor([g for g in open_ if g not in some], dtype=torch.long, device=scores.device)[:, None]
+        gap = (scores[left] - scores[taken]).nan_to_num(0.0, torch.inf, -torch.inf)
+        ties = [_tied(free, row, pairs[left, i], pairs[taken, i]) for i in range(pairs.shape[1])]
+        wrong = (gap > slack[left] + slack[taken]) | (torch.stack(ties).all(0) & (left < taken))
+        if not wrong.any():
+            allowed.append([*sure, *some])
+    return allowed
 
 
 def _compare_ids(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[str]:

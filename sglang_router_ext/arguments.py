@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_router_ext.contract import Problem, expect
-from sglang_router_ext.designs import TABLE
+from sglang_router_ext.designs import TABLE, groups_refused
 
 VECTOR_BYTES = 16
 
@@ -92,7 +92,8 @@ def check_selection(
         f"at most {row.max_topk}, shared included, for {design}",
     )
     expect(problem.score in row.scores, "score", problem.score, f"{' | '.join(row.scores)} for {design}")
-    expect(problem.groups == 1, "groups", problem.groups, f"1 for {design}")
+    why = groups_refused(row, problem)
+    expect(why is None, "groups", why, f"{row.group_experts or 'no'} experts a group, of a multiple of 128, for {design}")
     if logits is not None:
         check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
     check_tensor("bias", bias, torch.float32, (problem.experts,), device)

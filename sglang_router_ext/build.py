@@ -241,13 +241,13 @@ def instances(problem: Problem) -> dict[str, set[str]]:
     from sglang_router_ext.gate import small_rows
     from sglang_router_ext.selection import warp_select
 
-    vector, wide = problem.experts % 4 == 0, problem.weight_dtype == "float32"
+    vector, wide, grouped = problem.experts % 4 == 0, problem.weight_dtype == "float32", problem.groups > 1
     kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
     return {
-        single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind, wide) for kind in kinds},
-        pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector, wide)},
+        single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind, wide, grouped) for kind in kinds},
+        pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector, wide, grouped)},
         small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)},
-        warp_select.HEADER: {warp_select.instance(problem.experts, vector)},
+        warp_select.HEADER: {warp_select.instance(problem.experts, vector, grouped)},
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design
+from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design, groups_refused
 
 
 def reasons(
@@ -56,7 +56,9 @@ def reasons(
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
         refuse(not problem.bias, "no selection bias: takes routers with one")
         refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")
-        refuse(problem.groups > 1, f"{problem.groups} expert groups: takes ungrouped selection")
+        groups = groups_refused(design, problem)
+        takes = f"groups of {design.group_experts}" if design.group_experts else "ungrouped selection"
+        refuse(groups is not None, f"{groups}: takes {takes}")
     if not named:
         refuse(design.status != "on", "on trial: runs only where it is named")
         if gpu is not None and design.status == "on":
@@ -66,6 +68,8 @@ def reasons(
             text = (", ".join(map(str, bands)) or "none") + (" without a plan" if without else "")
             unmeasured = "gate" in design.stages and problem.weight_dtype not in design.measured_dtypes
             refuse(unmeasured, f"{problem.weight_dtype} gate weight: not measured on {gpu.name}")
+            grouped = "selection" in design.stages and problem.groups > 1 and not design.measured_groups
+            refuse(grouped, f"{problem.groups} expert groups: not measured on {gpu.name}")
             outside = gpu.name in design.bands and not any(rows in band for band in bands)
             refuse(outside, f"{rows} rows: measured fastest at {text}")
     return found

@@ -5,7 +5,8 @@ One MoE layer routes each row (token) of ``hidden`` to ``topk`` of its ``experts
     logits  = hidden @ weight.T                     fp32, never rounded to bf16
     score   = rule(logit)                           fp32
     key     = score + bias                          fp32; ranks, and does nothing else
-    ids     = the topk largest keys, the lower id wins ties
+    ids     = the topk largest keys, the lower id wins ties; with groups, of the groups_kept groups of neighbouring experts
+              whose two best keys have the largest sum, the lower group wins ties
     weights = score(ids) [/ sum of score(ids)] * scale
 
 Tensors, in the order in which they appear::
@@ -35,6 +36,8 @@ from __future__ import annotations
 import msgspec
 
 NAN_KEY = -1e30
+DROPPED_KEY = float("-inf")
+"""Of an expert whose group is not kept. It is never taken: the kept groups have topk experts or more."""
 MIN_SCORE = 2.0**-126
 PAD_ID = -1
 
@@ -85,6 +88,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         expect(self.score in SCORES, "score", self.score, " | ".join(SCORES))
         expect(self.groups_kept <= self.groups, "groups_kept", self.groups_kept, f"at most groups = {self.groups}")
         expect(self.experts % self.groups == 0, "groups", self.groups, f"a divisor of experts = {self.experts}")
+        enough = self.experts // self.groups * self.groups_kept
+        expect(self.topk <= enough, "topk", self.topk, f"at most the {enough} experts of the groups kept")
         expect(self.shared >= 0, "shared", self.shared, "0 or more")
         for name in ("hidden_dtype", "weight_dtype", "bias_dtype"):
             expect(getattr(self, name) in DTYPES, name, getattr(self, name), " | ".join(DTYPES))

@@ -13,6 +13,8 @@ from enum import Enum
 
 import msgspec
 
+from sglang_router_ext.contract import Problem
+
 PACKAGE = pathlib.Path(__file__).parent
 HOPPER_UP = (90, 100, 103)
 
@@ -64,6 +66,10 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtypes: tuple[str, ...] = ("bfloat16",)
     measured_dtypes: tuple[str, ...] = ("bfloat16",)
     """Of the gate weight: what the bands speak of."""
+    measured_groups: bool = False
+    """Whether the bands speak of selection by groups too."""
+    group_experts: int | None = None
+    """Experts of a group, where it selects by groups; None: it does not."""
     rows: Rows = Rows(1)
     """Row counts that the code can run."""
     bands: dict[str, tuple[Rows, ...]] = {}
@@ -105,6 +111,18 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
         return source_hash(self.sources)
 
 
+def groups_refused(design: Design, problem: Problem) -> str | None:
+    """Why ``design`` does not select by the groups of ``problem``, or None: lanes of a warp share a group, warps do not."""
+    if problem.groups == 1:
+        return None
+    size = problem.experts // problem.groups
+    if design.group_experts != size or problem.experts % 128 != 0:
+        return f"{problem.groups} expert groups of {size}"
+    return (
+        f"top-{problem.topk} of {problem.groups_kept} groups of {size}" if problem.topk > size * problem.groups_kept else None
+    )
+
+
 def source_hash(sources: tuple[str, ...]) -> str:
     if not sources:
         return ""
@@ -127,6 +145,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         min_processors=32,  # four launches' planners, which wait, leave some free
         max_experts=1024,
+        group_experts=32,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -151,6 +170,7 @@ DESIGNS: tuple[Design, ...] = (
         what="small_rows and warp_select chained by PDL; K slices handed over unreduced",
         archs=HOPPER_UP,
         max_experts=1024,
+        group_experts=32,
         max_topk=32,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -208,6 +228,7 @@ DESIGNS: tuple[Design, ...] = (
         what="a row by its own warps, keys in registers, the few that can win ranked all at once",
         archs=HOPPER_UP,
         max_experts=1024,
+        group_experts=32,
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,

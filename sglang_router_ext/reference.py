@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import torch
 
-from sglang_router_ext.contract import MIN_SCORE, NAN_KEY, PAD_ID, PlanForm, Problem, expect
+from sglang_router_ext.contract import DROPPED_KEY, MIN_SCORE, NAN_KEY, PAD_ID, PlanForm, Problem, expect
 
 
 class Truth(NamedTuple):
@@ -52,6 +53,26 @@ def weigh(problem: Problem, scores: torch.Tensor, ids: torch.Tensor) -> torch.Te
     return chosen * problem.scale
 
 
+def ungrouped(problem: Problem, logits: torch.Tensor, bias: torch.Tensor | None) -> Truth:
+    """As :func:`select`, as if there were no groups."""
+    return select(msgspec.structs.replace(problem, groups=1, groups_kept=1), logits, bias)
+
+
+def group_scores(problem: Problem, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [rows, groups], sums of a group's two best ``keys`` [rows, experts], and these two's experts [rows, groups, 2]."""
+    members = keys.unflatten(1, (problem.groups, -1))
+    order = torch.sort(members, dim=2, descending=True, stable=True)
+    first = torch.arange(problem.groups, device=keys.device)[:, None] * members.shape[2]
+    return order.values[..., :2].sum(2), order.indices[..., :2] + first
+
+
+def best_groups(problem: Problem, keys: torch.Tensor) -> torch.Tensor:
+    """[rows, groups] bool: the ``groups_kept`` of the highest scores, the lower group on ties."""
+    scores, _ = group_scores(problem, keys)
+    order = torch.sort(torch.where(scores.isnan(), NAN_KEY, scores), dim=1, descending=True, stable=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order.indices[:, : problem.groups_kept], True)
+
+
 def select(
     problem: Problem,
     logits: torch.Tensor,
@@ -60,21 +81,30 @@ def select(
     num_token_non_padded: int | None = None,
     magnitude: torch.Tensor | None = None,
     terms: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
 ) -> Truth:
-    """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract."""
+    """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract. ``groups``
+    [rows, groups] bool: those that are kept, instead of the best.
+    """
     expect(problem.score == "sigmoid", "score", problem.score, "sigmoid")
-    expect(problem.groups == 1, "groups", problem.groups, "1")
     expect(logits.shape[1] == problem.experts, "logits", tuple(logits.shape), f"[rows, {problem.experts}]")
     wide = logits.double()
     scores = torch.sigmoid(wide)
     scores = torch.where(scores < MIN_SCORE, 0.0, scores)
     keys = scores if bias is None else scores + bias.double()
     keys = torch.where(keys.isnan(), NAN_KEY, keys)
+    open_ = torch.ones_like(keys, dtype=torch.bool)
+    if problem.groups > 1:
+        kept = best_groups(problem, keys) if groups is None else groups
+        open_ = kept.repeat_interleave(problem.experts // problem.groups, 1)
+        keys = keys.where(open_, DROPPED_KEY)
     order = torch.sort(keys, dim=1, descending=True, stable=True)
-    ids = order.indices[:, : problem.topk].clone()
+    last = torch.sort(~open_.gather(1, order.indices), dim=1, stable=True).indices  # dropped ones, also behind minus infinity
+    ranked, best = order.indices.gather(1, last), order.values.gather(1, last)
+    ids = ranked[:, : problem.topk].clone()
     margin = torch.full(keys.shape[:1], float("inf"), dtype=torch.float64, device=keys.device)
     if problem.topk < problem.experts:
-        margin = order.values[:, problem.topk - 1] - order.values[:, problem.topk]
+        margin = best[:, problem.topk - 1] - best[:, problem.topk]
         margin = torch.where(margin.isnan(), 0.0, margin)  # inf - inf: a tie
     valid = len(logits) if num_token_non_padded is None else max(0, min(num_token_non_padded, len(logits)))
     ids[valid:] = PAD_ID

@@ -17,4 +17,9 @@ __device__ __forceinline__ uint32_t order_of(float key) {
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
+// The other way round, of what order_of gave.
+__device__ __forceinline__ float key_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
+}
+
 }  // namespace rx

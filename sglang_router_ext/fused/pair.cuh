@@ -8,7 +8,17 @@
 
 namespace rx {
 
-template <int kWarps, int kTiles, int kDepth, bool kExact, bool kHalved, bool kWide, int kSlices, int kGroups, bool kVector>
+template <
+    int kWarps,
+    int kTiles,
+    int kDepth,
+    bool kExact,
+    bool kHalved,
+    bool kWide,
+    int kSlices,
+    int kGroups,
+    bool kVector,
+    bool kGrouped>
 struct Pair {
   // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, bias [experts] fp32, num_token_non_padded [1] int32 or
   // empty; written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32,
@@ -25,7 +35,8 @@ struct Pair {
       int64_t topk,
       double scale,
       double shared_weight,
-      bool renormalize) {
+      bool renormalize,
+      int64_t groups_kept) {
     const cudaStream_t stream = stream_of(hidden);
     SmallRowsParams gate = small_rows_params(hidden, weight);
     gate.out = static_cast<float*>(sums.data_ptr());
@@ -34,11 +45,11 @@ struct Pair {
     launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, kWide, false>(gate, kSlices, stream);
 
     WarpSelectParams select =
-        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
+        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
     select.logits = gate.out;
     select.row_stride = gate.out_stride;
     select.logits_out = static_cast<float*>(logits.data_ptr());
-    launch_warp_select<kGroups, kSlices, kVector>(select, stream);
+    launch_warp_select<kGroups, kSlices, kVector, kGrouped>(select, stream);
   }
 };
 

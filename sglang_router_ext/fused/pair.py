@@ -13,10 +13,10 @@ from sglang_router_ext.selection.warp_select import groups, outputs, scalars, te
 HEADER = "fused/pair.cuh"
 
 
-def instance(experts: int, hidden: int, vector: bool, wide: bool = False) -> str:
+def instance(experts: int, hidden: int, vector: bool, wide: bool = False, grouped: bool = False) -> str:
     """The C++ instance that serves a shape."""
     split = config(experts, hidden, wide)
-    return f"Pair<{split.template}, {split.slices}, {template(experts, vector)}>"
+    return f"Pair<{split.template}, {split.slices}, {template(experts, vector, grouped)}>"
 
 
 def pair(
@@ -39,6 +39,6 @@ def pair(
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), wide))
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), wide, problem.groups > 1))
     module.run(hidden, weight, bias, sums, logits, ids, weights, padding, *scalars(problem))
     return logits, ids, weights

@@ -50,7 +50,16 @@ struct SingleParams {
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
-template <int kWarps, int kParts, bool kHalves, int kTeam, int kTopk, bool kVector, PlanFormat kFormat, typename Memory>
+template <
+    int kWarps,
+    int kParts,
+    bool kHalves,
+    int kTeam,
+    int kTopk,
+    bool kVector,
+    bool kGrouped,
+    PlanFormat kFormat,
+    typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
   // By shuffles, so that they stay in registers: ptxas asks special registers again, where that is waited for.
   const uint32_t address = __shfl_sync(kAllLanes, shared_address(&block_memory), 0);
@@ -92,7 +101,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kHalves>(
+      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kGrouped, kHalves>(
           params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
@@ -133,6 +142,7 @@ template <
     int kTeam,
     int kTopk,
     bool kVector,
+    bool kGrouped,
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
@@ -155,7 +165,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
     wait_for_producer();
     __nanosleep(1000);
   }
-  consume<kWarps, kParts, kHalves, kTeam, kTopk, kVector, kFormat>(params, memory.consumer, consumer);
+  consume<kWarps, kParts, kHalves, kTeam, kTopk, kVector, kGrouped, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -169,6 +179,7 @@ template <
     int kManyTiles,
     int kGroups,
     bool kVector,
+    bool kGrouped,
     PlanFormat kFormat>
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
@@ -207,6 +218,7 @@ struct Single {
       double scale,
       double shared_weight,
       bool renormalize,
+      int64_t groups_kept,
       int64_t block,
       int64_t first_local,
       int64_t locals,
@@ -222,7 +234,8 @@ struct Single {
     const int slices = many && kHalved ? 2 * kSlices : kSlices;
     params.gate.out_stride = slices * 128 * kGroups;
     params.gate.slice_stride = 128 * kGroups;
-    params.select = warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
+    params.select =
+        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
     params.select.logits = params.gate.out;
     params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
@@ -262,6 +275,7 @@ struct Single {
               kGroups,
               kTopk,
               kVector,
+              kGrouped,
               kFormat>,
           dim3(blocks),
           dim3(kWarps * kWarp),

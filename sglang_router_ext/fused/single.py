@@ -96,10 +96,10 @@ def division(rows: int, experts: int, hidden: int, processors: int, wide: bool =
     return Division(consumers, min(planners, consumers), shares, placing)
 
 
-def instance(experts: int, hidden: int, vector: bool, kind: str | None, wide: bool = False) -> str:
+def instance(experts: int, hidden: int, vector: bool, kind: str | None, wide: bool = False, grouped: bool = False) -> str:
     """The C++ instance that serves a shape and a format."""
     split = config(experts, hidden, wide)
-    shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector)}"
+    shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector, grouped)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
@@ -134,7 +134,7 @@ def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | No
     wide, kind = problem.weight_dtype == "float32", None if form is None else form.kind
     split = config(experts, problem.hidden, wide)
     how = division(rows, experts, problem.hidden, _processors(device), wide)
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind, wide))
+    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind, wide, problem.groups > 1))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
     return module, how, (rows, slices(split, rows), 128 * groups(experts)), told
 

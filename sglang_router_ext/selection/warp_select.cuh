@@ -38,6 +38,7 @@ struct WarpSelectParams {
   int64_t row_stride;                   // elements, of logits
   int rows, experts, topk;
   int slots, shared;  // of a row: topk routed slots, then `shared` ones
+  int groups_kept;    // kGrouped
   float scale, shared_weight;
   bool renormalize;
 };
@@ -56,6 +57,7 @@ struct alignas(16) RowMemory {
   alignas(16) float score[kTopk];         // of the winners, in order; 0 from topk on
   int id[kTopk];                          // of the winners, in order; 0 from topk on
   alignas(16) uint2 warp_best[2][kTeam];  // key and id, where the team takes one at a time; rounds alternate
+  alignas(16) uint32_t group[4 * kTeam];  // kGrouped: the score of each group
 };
 
 __device__ __forceinline__ float4 as_floats(const uint4& bits) {
@@ -179,6 +181,54 @@ __device__ __forceinline__ void take_one_by_one(
   }
 }
 
+// Leaves the keys of the best `kept` groups, those of the others become kNoKey. A group is 32 neighbouring experts, which eight
+// lanes have; its score is the sum of its two best keys, and of equal scores the lower group is better.
+template <int kTeam, int kGroups, int kTopk>
+__device__ __forceinline__ void drop_groups(
+    uint32_t (&key)[4 * kGroups], RowMemory<kTeam, kTopk>& memory, int kept, int team, int warp, int lane) {
+  uint32_t score[kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t* four = key + 4 * g;
+    const uint32_t a = max(four[0], four[1]), b = max(four[2], four[3]);
+    uint32_t one = max(a, b), two = max(min(a, b), max(min(four[0], four[1]), min(four[2], four[3])));
+#pragma unroll
+    for (int apart = 1; apart < 8; apart *= 2) {
+      const uint32_t other = __shfl_xor_sync(kAllLanes, one, apart);
+      const uint32_t second = __shfl_xor_sync(kAllLanes, two, apart);
+      two = max(min(one, other), max(two, second));
+      one = max(one, other);
+    }
+    score[g] = one == kNoKey ? kNoKey : order_of(key_of(one) + key_of(two));
+  }
+  int better[kGroups] = {};
+  if constexpr (kTeam == 1) {
+#pragma unroll
+    for (int other = 0; other < 4 * kGroups; ++other) {
+      const uint32_t rival = __shfl_sync(kAllLanes, score[other / 4], 8 * (other % 4));
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        better[g] += rival > score[g] || (rival == score[g] && other < 4 * g + lane / 8);
+      }
+    }
+  } else {
+    static_assert(kGroups == 1, "a team has a warp per 128 experts");
+    if (lane % 8 == 0) memory.group[4 * warp + lane / 8] = score[0];
+    team_sync<kTeam>(team);
+#pragma unroll
+    for (int w = 0; w < kTeam; ++w) {
+      const uint4 four = load_four_shared(memory.group + 4 * w);
+      const uint32_t rivals[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        better[0] += rivals[q] > score[0] || (rivals[q] == score[0] && 4 * w + q < 4 * warp + lane / 8);
+      }
+    }
+  }
+#pragma unroll
+  for (int slot = 0; slot < 4 * kGroups; ++slot) key[slot] = better[slot / 4] < kept ? key[slot] : kNoKey;
+}
+
 // The topk-th largest of the lanes' best keys, or the lowest real key there is. `meanwhile` runs while shared memory answers.
 template <typename Meanwhile>
 __device__ __forceinline__ uint32_t
@@ -209,9 +259,9 @@ enum class Source {
 inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
-// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kHalves: two sums make the one of a slice.
-// Settled: who waits for the winners. Once they stand in memory.id, in order, each warp calls settled(whether the row is
-// padded), and they are settled before the weights then.
+// topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kGrouped: only the best groups of 32 experts take
+// part. kHalves: two sums make the one of a slice. Settled: who waits for the winners. Once they stand in memory.id, in order,
+// each warp calls settled(whether the row is padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
@@ -223,6 +273,7 @@ template <
     int kSlices,
     int kTopk,
     bool kVector,
+    bool kGrouped,
     bool kHalves = false,
     typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
@@ -307,6 +358,13 @@ __device__ __forceinline__ void select_row(
       key[4 * g + c] = order_of(sigmoid_to_rank(four[c]) + add[c]) & inside;
       best = max(best, key[4 * g + c]);
     }
+  }
+
+  if constexpr (kGrouped) {
+    drop_groups<kTeam, kGroups, kTopk>(key, memory, params.groups_kept, team, warp, lane);
+    best = kNoKey;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) best = max(best, key[slot]);
   }
 
   // List the keys that reach the bound, in the order of their ids.
@@ -435,7 +493,7 @@ __device__ __forceinline__ void select_row(
 }
 
 // One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
-template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector>
+template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector, bool kGrouped>
 __global__ __launch_bounds__(
     kRowsPerBlock * kTeam * kWarp,
     kTeam > 1 || kGroups > 4 || kTopk > 8 ? 1 : 0) void warp_select_kernel(const __grid_constant__ WarpSelectParams params) {
@@ -445,22 +503,22 @@ __global__ __launch_bounds__(
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int row = kTeam == 1 ? blockIdx.x * kRowsPerBlock + warp : blockIdx.x;
   if (kTeam == 1 && row >= params.rows) return;
-  select_row<kTeam, kGroups, kSource, kSlices, kTopk, kVector>(
+  select_row<kTeam, kGroups, kSource, kSlices, kTopk, kVector, kGrouped>(
       params, memories[kTeam == 1 ? warp : 0], row, 0, kTeam == 1 ? 0 : warp, lane);
 }
 
 // kGroups: groups of 128 experts. Behind small_rows there are few rows only.
-template <int kGroups, int kSlices, bool kVector>
+template <int kGroups, int kSlices, bool kVector, bool kGrouped>
 inline void launch_warp_select(const WarpSelectParams& params, cudaStream_t stream) {
   constexpr int kFewRows = 128, kBlockRows = 4;
   const bool top8 = params.topk <= 8;
   if (kSlices > 0 || params.rows <= kFewRows) {
-    auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector>
-                        : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector>;
+    auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector, kGrouped>
+                        : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector, kGrouped>;
     launch(kernel, dim3(params.rows), dim3(kGroups * kWarp), 1, 0, stream, params);
   } else if constexpr (kSlices == 0) {
-    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector>
-                        : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector>;
+    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector, kGrouped>
+                        : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector, kGrouped>;
     launch(kernel, dim3((params.rows + kBlockRows - 1) / kBlockRows), dim3(kBlockRows * kWarp), 1, 0, stream, params);
   }
 }
@@ -474,8 +532,10 @@ inline WarpSelectParams warp_select_params(
     int64_t topk,
     double scale,
     double shared_weight,
-    bool renormalize) {
+    bool renormalize,
+    int64_t groups_kept) {
   WarpSelectParams params{};
+  params.groups_kept = static_cast<int>(groups_kept);
   params.bias = static_cast<const float*>(bias.data_ptr());
   params.ids = static_cast<int32_t*>(ids.data_ptr());
   params.weights = static_cast<float*>(weights.data_ptr());
@@ -494,7 +554,7 @@ inline WarpSelectParams warp_select_params(
 }
 
 // Entry point of the selection alone.
-template <int kGroups, bool kVector>
+template <int kGroups, bool kVector, bool kGrouped>
 struct WarpSelect {
   // logits [rows, experts] fp32, bias [experts] fp32, ids [rows, slots] int32 and weights [rows, slots] fp32 (written),
   // num_token_non_padded [1] int32 or empty for no padding; slots is topk and the shared experts
@@ -507,12 +567,13 @@ struct WarpSelect {
       int64_t topk,
       double scale,
       double shared_weight,
-      bool renormalize) {
+      bool renormalize,
+      int64_t groups_kept) {
     WarpSelectParams params =
-        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize);
+        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
     params.logits = static_cast<float*>(logits.data_ptr());
     params.row_stride = logits.stride(0);
-    launch_warp_select<kGroups, 0, kVector>(params, stream_of(logits));
+    launch_warp_select<kGroups, 0, kVector, kGrouped>(params, stream_of(logits));
   }
 };
 

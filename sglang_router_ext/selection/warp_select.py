@@ -24,13 +24,13 @@ def vectorised(experts: int, *tensors: torch.Tensor) -> bool:
     return experts % 4 == 0 and aligned and all(stride % 4 == 0 for stride in strides)
 
 
-def template(experts: int, vector: bool) -> str:
-    return f"{groups(experts)}, {'true' if vector else 'false'}"
+def template(experts: int, vector: bool, grouped: bool = False) -> str:
+    return f"{groups(experts)}, {str(vector).lower()}, {str(grouped).lower()}"
 
 
-def instance(experts: int, vector: bool) -> str:
-    """The C++ instance that serves ``experts``; ``vector``: see :func:`vectorised`."""
-    return f"WarpSelect<{template(experts, vector)}>"
+def instance(experts: int, vector: bool, grouped: bool = False) -> str:
+    """The C++ instance that serves ``experts``; ``vector``: see :func:`vectorised`; ``grouped``: in groups of 32."""
+    return f"WarpSelect<{template(experts, vector, grouped)}>"
 
 
 def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +39,9 @@ def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, 
     return ids, torch.empty((rows, slots), dtype=torch.float32, device=device)
 
 
-def scalars(problem: Problem) -> tuple[int, float, float, bool]:
+def scalars(problem: Problem) -> tuple[int, float, float, bool, int]:
     """The numbers that the kernel takes of a problem, in its order."""
-    return problem.topk, problem.scale, problem.shared_weight, problem.renormalize
+    return problem.topk, problem.scale, problem.shared_weight, problem.renormalize, problem.groups_kept
 
 
 def warp_select(
@@ -61,6 +61,6 @@ def warp_select(
     if len(logits) == 0:
         return ids, weights
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, instance(problem.experts, vectorised(problem.experts, logits, bias)))
+    module = build.load(HEADER, instance(problem.experts, vectorised(problem.experts, logits, bias), problem.groups > 1))
     module.run(logits, bias, ids, weights, padding, *scalars(problem))
     return ids, weights

@@ -169,3 +169,28 @@ def test_infinite_logits_must_not_become_numbers() -> None:
     truth = reference.route(problem, hidden, torch.ones(2, 8).bfloat16(), torch.zeros(2))
     assert compare(Result(torch.full((1, 2), float("inf"))), truth, problem, TABLE["small_rows"]) == []
     assert "logits[0, 0]: 7" in compare(Result(torch.full((1, 2), 7.0)), truth, problem, TABLE["small_rows"])[0]
+
+
+# --- groups
+
+GROUPED = Problem(experts=256, hidden=64, topk=8, groups=8, groups_kept=4)
+
+
+def judged_with_another_group(apart: float) -> list[str]:
+    """Two experts stand out in each group. The result kept group 4 instead of 3, whose score is higher by ``apart``."""
+    bias = torch.linspace(1, 0, 256)
+    for group, high in enumerate((9.0, 8.0, 7.0, 5.0, 5.0 - apart / 2, 3.0, 2.0, 1.5)):
+        bias[32 * group : 32 * group + 2] = high
+    logits, kept = torch.zeros(1, 256), torch.tensor([[True, True, True, False, True, False, False, False]])
+    truth, other = reference.select(GROUPED, logits, bias), reference.select(GROUPED, logits, bias, groups=kept)
+    assert truth.ids[0, 6] == 96 and other.ids[0, 6] == 128
+    return compare(Result(None, *reference.outputs(GROUPED, other)), truth, GROUPED, TABLE["warp_select"])
+
+
+def test_another_group_is_allowed_within_the_bounds_of_the_scores() -> None:
+    assert judged_with_another_group(1e-6) == []
+    assert judged_with_another_group(1e-3)[0].startswith("ids[0]: expert 128 taken instead of 96")
+
+
+def test_of_groups_that_tie_the_lower_one_is_owed() -> None:
+    assert judged_with_another_group(0.0) != []

@@ -110,9 +110,13 @@ def test_enough_checks_for_every_design() -> None:
     assert any(problem.topk == problem.experts > 1 for problem in sizes)
 
 
-def test_grouped_deepseek_is_refused_with_the_reason() -> None:
-    problem = CASES["deepseek-v3"].problem
-    assert reasons(TABLE["pair"], problem, 1, gpu_by_name("h200")) == ["8 expert groups: takes ungrouped selection"]
+def test_grouped_deepseek_is_taken_where_a_design_is_named_and_else_waits_for_a_measurement() -> None:
+    problem, h200 = CASES["deepseek-v3"].problem, gpu_by_name("h200")
+    for name in ("pair", "single", "warp_select"):
+        assert reasons(TABLE[name], problem, 1, h200) == []
+        assert reasons(TABLE[name], problem, 1, h200, named=False) == ["8 expert groups: not measured on NVIDIA H200"]
+    old = Problem(experts=160, hidden=5120, topk=6, groups=8, groups_kept=3)
+    assert reasons(TABLE["pair"], old, 1, h200) == ["8 expert groups of 20: takes groups of 32"]
 
 
 def test_unknown_case_is_refused_by_name() -> None:

@@ -119,8 +119,31 @@ def test_the_gate_is_a_product_in_fp64() -> None:
 def test_what_the_oracle_does_not_know_it_refuses() -> None:
     with pytest.raises(ContractError, match="score"):
         reference.select(Problem(experts=8, hidden=4, topk=2, score="softmax"), LOGITS, BIAS)
-    with pytest.raises(ContractError, match="groups"):
-        reference.select(Problem(experts=8, hidden=4, topk=2, groups=2), LOGITS, BIAS)
+    with pytest.raises(ContractError, match="topk: got 3, allowed: at most the 2 experts of the groups kept"):
+        Problem(experts=8, hidden=4, topk=3, groups=4)
+
+
+GROUPED = Problem(experts=8, hidden=4, topk=3, groups=4, groups_kept=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ids"),
+    [
+        ([9, 0, 5, 5, 6, 1, 8, 0], [0, 2, 3]),  # sums 9, 10, 7, 8: 6 and 8 are not taken
+        ([1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 2]),  # ties: the lower groups, and in them the lower experts
+        ([0, 3, 3, 0, 4, 0, 0, 4], [4, 7, 5]),  # of groups 2 and 3 the rest, though others are better
+    ],
+)
+def test_groups_are_ranked_by_their_two_best_keys(keys: list[float], ids: list[int]) -> None:
+    logits = torch.zeros(1, 8)
+    assert reference.select(GROUPED, logits, torch.tensor(keys)).ids.tolist() == [ids]
+
+
+def test_an_expert_of_a_dropped_group_is_not_taken_even_for_minus_infinity() -> None:
+    bias = torch.tensor([0.0, 0.0, float("-inf"), 9.0, 0.0, 0.0, 9.0, float("-inf")])
+    kept = torch.tensor([[False, True, False, True]])
+    truth = reference.select(GROUPED, torch.zeros(1, 8), bias, groups=kept)
+    assert truth.ids.tolist() == [[3, 6, 2]]
 
 
 VALUES = st.one_of(

@@ -174,7 +174,7 @@ def test_expert_groups_leave_the_selection_to_sglang():
     module, select = build(num_expert_group=4, topk_group=2)
     hidden = rows_of(2)
     select(hidden, module(hidden))
-    assert "pair: 4 expert groups: takes ungrouped selection" in reasons("selection")[0]
+    assert "pair: 4 expert groups of 16: takes groups of 32" in reasons("selection")[0]
 
 
 def test_a_narrowed_bias_leaves_the_selection_to_sglang():
