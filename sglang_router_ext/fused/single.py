@@ -55,7 +55,7 @@ def many_tiles(split: Config, experts: int) -> int:
     if not split.exact or split.depth > 2:
         return split.tiles
     if split.wide:
-        return min(split.warps // 4, 3)
+        return 2
     return min(split.warps // 4, 4 if split.warps <= 16 else 3 if split.warps <= 20 else 2)
 
 

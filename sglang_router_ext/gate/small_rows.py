@@ -72,9 +72,7 @@ def _wide_config(experts: int, hidden: int) -> Config:
     for slices, depth in ((4, 2), (5, 2), (6, 2), (7, 2), (8, 2), (4, 1), (8, 1)):
         warps, rest = divmod(chunks, slices * depth)
         if hidden % CHUNK == 0 and rest == 0 and 8 <= warps <= 16:
-            tiles = next(
-                (tiles for tiles in (1, 2) if -(-experts // (8 * tiles)) * slices <= MOST_BLOCKS), 3 if warps >= 12 else 2
-            )
+            tiles = 1 if -(-experts // 8) * slices <= MOST_BLOCKS else 2
             return Config(warps, tiles, depth, slices, exact=True, wide=True)
     slices = next(s for s in (4, 2, 1) if chunks >= 8 * s or s == 1)
     return Config(16, 1, 2, slices, exact=False, wide=True)

@@ -96,12 +96,12 @@ def test_what_cuda_home_names_is_not_overruled(no_compiler: pathlib.Path, monkey
 def test_the_division_of_a_gate_is_whole_where_it_says_so() -> None:
     for experts in (8, 128, 160, 256, 288, 384, 896):
         for hidden in range(8, 16385, 8):
-            split = config(experts, hidden)
-            whole = 32 * split.warps * split.depth * split.slices
-            assert not split.exact or whole == hidden
-            assert 1 <= split.slices <= 8
-            assert 8 * split.tiles * 16 <= 32 * split.warps  # one thread adds up one logit
-            assert split.warps * 32 <= 1024
+            for split in (config(experts, hidden), config(experts, hidden, wide=True)):
+                whole = 32 * split.warps * split.depth * split.slices
+                assert not split.exact or whole == hidden
+                assert 1 <= split.slices <= 8
+                assert 8 * split.tiles * 16 <= 32 * split.warps  # one thread adds up one logit
+                assert split.warps * 32 <= 1024
 
 
 LOAD_WITH_PIPS_COMPILER = """
@@ -110,7 +110,7 @@ from sglang_router_ext import build
 build.USUAL_HOME = pathlib.Path("/nowhere")
 assert build.find_toolchain().source == "pip"
 with build.target(90):
-    assert build.load("selection/warp_select.cuh", "WarpSelect<1, true>").run
+    assert build.load("selection/warp_select.cuh", "WarpSelect<1, true, false>").run
 """
 
 
