@@ -33,6 +33,9 @@ ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 ARCH_FLAGS = dict.fromkeys((100, 103), ("-Xptxas=--minnctapersm=1",))
 """Flags of one architecture. There ptxas would keep room for two blocks an SM where one is launched, and spill for it."""
 
+DEBUG_FLAGS: tuple[str, ...] = ()
+"""Flags of this process alone: what tests add for compute-sanitizer (see plan/one_block.cuh)."""
+
 USUAL_HOME = pathlib.Path("/usr/local/cuda")
 
 EXTRA = {"fused/single.cuh": ("capture_id",)}
@@ -157,7 +160,7 @@ def load(header: str, instance: str) -> Any:
             from sglang.kernels.jit.utils import get_jit_cuda_arch, load_jit
 
             found = get_jit_cuda_arch()
-            flags = list(ARCH_FLAGS.get(10 * found.major + found.minor, ()))
+            flags = [*ARCH_FLAGS.get(10 * found.major + found.minor, ()), *DEBUG_FLAGS]
             return load_jit(marker, cuda_files=[source], cuda_wrappers=wrapper, extra_cuda_cflags=flags)
         return _load_without_sglang(marker, source, wrapper)
     except BuildError:
@@ -176,7 +179,9 @@ def _load_without_sglang(marker: str, source: str, wrapper: list[tuple[str, str]
         raise BuildError(f"sm_{arch}: the kernels are built for {', '.join(f'sm_{a}' for a in ARCH_TARGETS.values())}")
     lines = [f'#include "{source}"', *(f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, ({function}));" for name, function in wrapper)]
     export = "\n".join(lines) + "\n"
-    return tvm_ffi.cpp.load_inline(marker, cuda_sources=export, extra_cuda_cflags=[*WITHOUT_SGLANG_FLAGS, *_target(arch)])
+    return tvm_ffi.cpp.load_inline(
+        marker, cuda_sources=export, extra_cuda_cflags=[*WITHOUT_SGLANG_FLAGS, *_target(arch), *DEBUG_FLAGS]
+    )
 
 
 def _target(arch: int) -> list[str]:
