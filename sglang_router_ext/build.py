@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from sglang_router_ext.contract import PLAN_SLOTS, Problem
-from sglang_router_ext.designs import PACKAGE
+from sglang_router_ext.designs import PACKAGE, TABLE
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 """Architectures that the kernels are built for, and the compiler's name of each."""
@@ -247,13 +247,15 @@ def instances(problem: Problem) -> dict[str, set[str]]:
     from sglang_router_ext.selection import warp_select
 
     vector, wide, grouped = problem.experts % 4 == 0, problem.weight_dtype == "float32", problem.groups > 1
-    kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
-    return {
-        single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind, wide, grouped) for kind in kinds},
-        pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector, wide, grouped)},
-        small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)},
-        warp_select.HEADER: {warp_select.instance(problem.experts, vector, grouped)},
-    }
+    found = {small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)}}
+    if problem.score in TABLE["warp_select"].scores:
+        kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
+        found |= {
+            single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind, wide, grouped) for kind in kinds},
+            pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector, wide, grouped)},
+            warp_select.HEADER: {warp_select.instance(problem.experts, vector, grouped)},
+        }
+    return found
 
 
 def prebuild(arch: int | None = None) -> Iterator[str]:

@@ -8,11 +8,14 @@ from sglang_router_ext.contract import Problem, expect
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's router by name. ``layers``: MoE layers that one forward pass runs; None where the model is not published."""
+    """A model's router by name. ``layers``: MoE layers that one forward pass runs; None where the model is not published.
+    ``served_by``: the class of SGLang that serves it; "" where the problem is no model's own.
+    """
 
     name: str
     problem: Problem
     layers: int | None = None
+    served_by: str = ""
     what: str = ""
     stands_for: str = ""
     """Of a problem that is not the model's own: what the model has instead."""
@@ -21,11 +24,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 CASES = {
     case.name: case
     for case in (
-        Case(name="glm-5.3-flash", problem=Problem(experts=288, hidden=4096, topk=8), layers=42),
+        Case(
+            name="glm-5.3-flash",
+            problem=Problem(experts=288, hidden=4096, topk=8),
+            layers=42,
+            served_by="Glm5NextForConditionalGeneration",
+        ),
         Case(
             name="glm-5.3-flash-shared",
             problem=Problem(experts=288, hidden=4096, topk=8, shared=1, shared_weight=0.4),
             layers=42,
+            served_by="Glm5NextForConditionalGeneration",
             what="with its shared expert fused as slot 9, as SGLang serves it by default",
         ),
         Case(
@@ -33,12 +42,13 @@ CASES = {
             problem=Problem(experts=256, hidden=7168, topk=8),
             layers=58,
             what="DeepSeek-V3's shape with one group",
-            stands_for="DeepSeek-V3 has 8 groups, which no selection of ours takes",
+            stands_for="DeepSeek-V3 has 8 groups",
         ),
         Case(
             name="deepseek-v3",
             problem=Problem(experts=256, hidden=7168, topk=8, groups=8, groups_kept=4),
             layers=58,
+            served_by="DeepseekV3ForCausalLM",
         ),
         Case(
             name="deepseek-v4.1-flash",
@@ -46,11 +56,17 @@ CASES = {
             what="with sigmoid scores instead of the model's sqrt-softplus",
             stands_for="the model has sqrt-softplus scores, which no selection of ours takes",
         ),
-        Case(name="kimi-k2", problem=Problem(experts=384, hidden=7168, topk=8), layers=60),
+        Case(
+            name="kimi-k2",
+            problem=Problem(experts=384, hidden=7168, topk=8),
+            layers=60,
+            served_by="DeepseekV3ForCausalLM",
+        ),
         Case(
             name="glm-4.6",
             problem=Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32"),
             layers=89,
+            served_by="Glm4MoeForCausalLM",
             what="fp32 gate weight",
         ),
         Case(
@@ -64,12 +80,14 @@ CASES = {
             name="glm-4.5-air",
             problem=Problem(experts=128, hidden=4096, topk=8, weight_dtype="float32"),
             layers=45,
+            served_by="Glm4MoeForCausalLM",
             what="fp32 gate weight",
         ),
         Case(
             name="minimax-m2",
             problem=Problem(experts=256, hidden=3072, topk=8, weight_dtype="float32"),
             layers=62,
+            served_by="MiniMaxM2ForCausalLM",
             what="fp32 gate weight",
             stands_for="SGLang has MoE modules for MiniMax-M2 that the plugin does not link",
         ),
@@ -79,6 +97,27 @@ CASES = {
             layers=45,
             what="GLM-4.5-Air's shape with a bf16 gate weight",
             stands_for="GLM-4.5-Air has an fp32 gate weight",
+        ),
+        Case(
+            name="qwen3-30b-a3b",
+            problem=Problem(experts=128, hidden=2048, topk=8, score="softmax", bias=False),
+            layers=48,
+            served_by="Qwen3MoeForCausalLM",
+            stands_for="Qwen3-MoE has softmax scores, which no selection of ours takes",
+        ),
+        Case(
+            name="qwen3-235b-a22b",
+            problem=Problem(experts=128, hidden=4096, topk=8, score="softmax", bias=False),
+            layers=94,
+            served_by="Qwen3MoeForCausalLM",
+            stands_for="Qwen3-MoE has softmax scores, which no selection of ours takes",
+        ),
+        Case(
+            name="mixtral-8x7b",
+            problem=Problem(experts=8, hidden=4096, topk=2, score="softmax", bias=False),
+            layers=32,
+            served_by="MixtralForCausalLM",
+            stands_for="Mixtral has softmax scores, which no selection of ours takes",
         ),
     )
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ import torch
 
 from sglang_router_ext import agreement, reference
 from sglang_router_ext.bench import peers
-from sglang_router_ext.bench.cases import CASES, case_by_name
+from sglang_router_ext.bench.cases import CASES, Case, case_by_name
 from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of, model_checks, odd_checks
 from sglang_router_ext.bench.launch import truth
 from sglang_router_ext.choose import reasons
@@ -117,6 +119,15 @@ def test_grouped_deepseek_is_taken_where_a_design_is_named_and_else_waits_for_a_
         assert reasons(TABLE[name], problem, 1, h200, named=False) == ["8 expert groups: not measured on NVIDIA H200"]
     old = Problem(experts=160, hidden=5120, topk=6, groups=8, groups_kept=3)
     assert reasons(TABLE["pair"], old, 1, h200) == ["8 expert groups of 20: takes groups of 32"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.served_by], ids=lambda case: case.name)
+def test_a_model_is_served_by_a_class_that_sglang_has(case: Case) -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    models = pathlib.Path(next(iter(spec.submodule_search_locations)), "srt/models")
+    assert any(f"class {case.served_by}(" in file.read_text() for file in models.glob("*.py"))
+    assert case.layers
 
 
 def test_unknown_case_is_refused_by_name() -> None:

@@ -245,10 +245,10 @@ def test_a_check_that_judged_nothing_has_failed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_is_not_linked_is_said_to_be(tmp_path: pathlib.Path) -> None:
-    for kind, said in (("glm4_moe", True), ("deepseek_v3", False)):
+    for kind, said in (("kimi_linear", True), ("glm4_moe", False), ("deepseek_v3", False)):
         (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "model_type": kind}))
         shown = call("explain", "--model", str(tmp_path), "--gpu", "h200").output
-        assert ("glm4_moe has MoE modules of its own" in shown) == said
+        assert (f"{kind} has MoE modules of its own" in shown) == said
 
 
 @pytest.mark.parametrize("config", [[], "text", {"text_config": 5}])
