@@ -113,8 +113,10 @@ def test_configurations_of_other_kinds() -> None:
     old = {**DEEPSEEK, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
     assert (from_config(old).score, from_config(old).bias) == ("softmax", False)
     assert from_config({"text_config": DEEPSEEK}).experts == 256
+    with pytest.raises(ContractError, match=r"^model: got model_type qwen3_moe, allowed: a router of the DeepSeek-V3 kind"):
+        from_config({"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8})
     with pytest.raises(ContractError, match=r"^model: n_routed_experts: got None"):
-        from_config({"num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8})
+        from_config({"topk_method": "noaux_tc", "hidden_size": 2048, "num_experts_per_tok": 8})
 
 
 @pytest.mark.parametrize(
