@@ -153,6 +153,7 @@ def explain(
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
     out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
+    out.print(f"plan     {'taken by the experts' if plan else 'not taken by the experts'}")
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
     if not read.enabled:
