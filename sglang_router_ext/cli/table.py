@@ -15,6 +15,9 @@ from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, Design, Rows
 
+WIDE = 150
+"""Columns of a terminal that ``list`` fills."""
+NARROW = ("design", "status", "rows", "what it is")
 LISTED_ROWS = 1024
 """Row counts that ``explain`` lists one by one at most."""
 
@@ -34,13 +37,16 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
         designs = [{**msgspec.to_builtins(design), "source_hash": design.source_hash} for design in DESIGNS]
         print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES})
         return
-    table = Table(title="designs", title_justify="left")
-    for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
-        table.add_column(name, overflow="fold")
+    wide = console().width >= WIDE
+    table = Table(title="designs" if wide else f"designs; {WIDE} columns or --json show their limits", title_justify="left")
+    names = ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is")
+    shown = [place for place, name in enumerate(names) if wide or name in NARROW]
+    for place in shown:
+        table.add_column(names[place], overflow="fold")
     for design in DESIGNS:
         bands = _fastest_at(design)
         stable = "yes" if design.row_stable else "no"
-        table.add_row(
+        cells = (
             design.name,
             "+".join(design.stages),
             design.status,
@@ -51,6 +57,7 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
             bands,
             design.what,
         )
+        table.add_row(*(cells[place] for place in shown))
     console().print(table)
     backends = Table(title="--moe-runner-backend", title_justify="left")
     for name in ("backend", "what it is", "designs"):
