@@ -9,14 +9,14 @@ from typing import Any
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, PLANNED, ROUTER, microseconds
+from sglang_router_ext.bench.record import FLOOR, HOST, PLANNED, ROUTER, is_raced, microseconds
 from sglang_router_ext.bench.run import Line
 
 GROUPS = {PLANNED: "router and plan", "gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
 
 
 def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:
-    racing = [line for line in lines if line.ours == ours and (line.design, line.stages) not in NOT_RACED]
+    racing = [line for line in lines if line.ours == ours and is_raced(line)]
     return min(racing, key=lambda line: line.median_us, default=None)
 
 
@@ -131,8 +131,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    drawn = (ROUTER, PLANNED, "floor")
-    shown = [line for line in lines if line.timing and line.stages in drawn and (line.design, line.stages) not in NOT_RACED]
+    shown = [line for line in lines if line.timing and line.stages in (ROUTER, PLANNED, "floor") and is_raced(line)]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):
