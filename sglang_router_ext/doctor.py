@@ -121,10 +121,10 @@ def probe() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    early = {hook.target for hook in hooks.HOOKS if hooks.live(hook)}
     if not settings.read().enabled:
         tell("hooks", "all", "note", "none is applied: SGLANG_ROUTER_EXT=0 turns the plugin off")
         return
+    early = {hook.target for hook in hooks.HOOKS if hooks.live(hook)}
     for hook in hooks.needed(where=hooks.EVERY_PROCESS):
         alive = hook.target in early
         text = "live after load_plugins()" if alive else "not live after load_plugins()"

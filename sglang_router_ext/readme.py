@@ -17,7 +17,6 @@ from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.record import (
     FLOOR,
     HOST,
-    NOT_RACED,
     PLANNED,
     ROUTER,
     BenchRecord,
@@ -26,15 +25,16 @@ from sglang_router_ext.bench.record import (
     Record,
     RecordError,
     current_hash,
+    is_raced,
     microseconds,
     read_all,
 )
-from sglang_router_ext.demo.pace import Spread, spread
+from sglang_router_ext.demo.pace import Spread, change, spread
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
 SERVED, LAUNCHES = "served", "launches"
-"""Kind of a record that ``demo --record`` writes."""
+"""Kinds of records that ``demo --record`` and ``serve-bench --record`` write."""
 MARK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
@@ -97,19 +97,16 @@ def results(records: Sequence[Record] | None = None) -> str:
         for stages in (ROUTER, PLANNED)
         if any((record.gpu, record.case, record.stages) == (*key, stages) for record in times)
     ]
-    lines = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == SERVED]
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in sorted(lines, key=lambda line: line["time"]):
+    for line in _of_kind(SERVED, listed):
         model = line["gpu"], line["moe_layers"]
         served = line.get("experts", "bf16"), line.get("backend", "router_ext_pair")
         if "experts" in line:
             newest.pop((*model, None, *served), None)  # records of before say nothing of the experts' size
         newest[*model, line.get("moe_intermediate"), *served] = line
     parts += [_served(line) for line in newest.values()]
-    compared = [msgspec.json.decode(r.line) for r in listed if isinstance(r, OtherRecord) and r.kind == LAUNCHES]
     same = ("gpu", "problem", "moe_layers", "moe_intermediate", "experts", "backends")
-    newest = {tuple(line[name] for name in same): line for line in sorted(compared, key=lambda line: line["time"])}
-    parts += [_launches(line) for line in newest.values()]
+    parts += [_launches(line) for line in {tuple(line[n] for n in same): line for line in _of_kind(LAUNCHES, listed)}.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 
@@ -146,6 +143,16 @@ def _versions(record: BenchRecord) -> str:
     )
 
 
+def _of_kind(kind: str, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The lines of that kind, the newest last."""
+    lines = (msgspec.json.decode(r.line) for r in records if isinstance(r, OtherRecord) and r.kind == kind)
+    return sorted(lines, key=lambda line: line["time"])
+
+
+def _run(line: dict[str, Any]) -> str:
+    return f"run {line['run']} ({line['time'][:10]}, commit {line['commit'][:7]})"
+
+
 def _served(line: dict[str, Any]) -> str:
     """One ``demo --record``: the router of one layer in a profile of decode steps, and the steps themselves.
 
@@ -164,22 +171,21 @@ def _served(line: dict[str, Any]) -> str:
         for size in next(iter(engines.values()))["router"]
     ]
     tokens = f"\n{_tokens(line['tokens'])}\n" if "tokens" in line else ""
-    return f"{title}; run {line['run']} ({line['time'][:10]}, commit {line['commit'][:7]}).\n\n{table(header, rows)}{tokens}"
+    return f"{title}; {_run(line)}.\n\n{table(header, rows)}{tokens}"
 
 
 def _launches(line: dict[str, Any]) -> str:
     """A comparison of launches: a decode step by the clock, over launches, of each its median."""
     launches: list[dict[str, Any]] = line["launches"]
-    variants = list(dict.fromkeys(launch["variant"] for launch in launches))
+    stock, *ours = variants = list(dict.fromkeys(launch["variant"] for launch in launches))
     rows = []
     for size in launches[0]["step_ms"]:
         steps = {
             name: spread([launch["step_ms"][size]["median"] for launch in launches if launch["variant"] == name])
             for name in variants
         }
-        stock = steps[variants[0]].median
-        changes = (f" ({steps[name].median / stock - 1:+.1%})" if name != variants[0] else "" for name in variants)
-        rows.append((size, *(steps[name].text(3) + change for name, change in zip(variants, changes, strict=True))))
+        cells = (f"{steps[name].text(3)} ({change(steps[stock], steps[name]):+.1%})" for name in ours)
+        rows.append((size, steps[stock].text(3), *cells))
     count = len(launches) // len(variants)
     where = f"{line['moe_layers']} MoE layers on {line['gpu']} ({line['problem']}, {line['experts']} experts of"
     judged = line["tokens"]
@@ -191,7 +197,7 @@ def _launches(line: dict[str, Any]) -> str:
     )
     return (
         f"A decode step of {where} {line['moe_intermediate']}) by the clock, in ms: the median of {count} launches each, in"
-        f" mixed order (p10 to p90); run {line['run']} ({line['time'][:10]}, commit {line['commit'][:7]}).\n\n"
+        f" mixed order (p10 to p90); {_run(line)}.\n\n"
         f"{table(('requests', *variants), rows)}\nGreedy tokens are {verdict}; {equal}.\n"
     )
 
@@ -221,7 +227,7 @@ def _clock_step(engine: dict[str, Any], size: str) -> str:
 
 
 def _fastest(records: Iterable[BenchRecord]) -> BenchRecord | None:
-    racing = (record for record in records if (record.design, record.stages) not in NOT_RACED)
+    racing = (record for record in records if is_raced(record))
     return min(racing, key=lambda record: record.median_us, default=None)
 
 

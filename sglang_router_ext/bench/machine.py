@@ -30,9 +30,8 @@ def gpu(index: int | None = None) -> Gpu | None:
 
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(index)
-    processors = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).multi_processor_count
-    return Gpu(torch.cuda.get_device_name(index), 10 * major + minor, processors)
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(found.name, 10 * found.major + found.minor, found.multi_processor_count)
 
 
 def versions() -> dict[str, str | None]:

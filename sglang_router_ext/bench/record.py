@@ -115,6 +115,11 @@ class OtherRecord(msgspec.Struct, frozen=True):
 Record = BenchRecord | CheckRecord | OtherRecord
 
 
+def is_raced(line: Any) -> bool:
+    """Whether the time of ``line``, of a design or a peer, is compared with others of its stages."""
+    return (line.design, line.stages) not in NOT_RACED
+
+
 def other_record(identity: Identity, kind: str, fields: dict[str, Any]) -> OtherRecord:
     record = decode(msgspec.json.encode(msgspec.structs.asdict(identity) | {"kind": kind} | fields))
     assert isinstance(record, OtherRecord)

@@ -9,14 +9,14 @@ from typing import Any
 from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.record import FLOOR, HOST, NOT_RACED, PLANNED, ROUTER, microseconds
+from sglang_router_ext.bench.record import FLOOR, HOST, PLANNED, ROUTER, is_raced, microseconds
 from sglang_router_ext.bench.run import Line
 
 GROUPS = {PLANNED: "router and plan", "gate+selection": "router", "gate": "gate alone", "selection": "selection alone"}
 
 
 def _fastest(lines: Iterable[Line], *, ours: bool) -> Line | None:
-    racing = [line for line in lines if line.ours == ours and (line.design, line.stages) not in NOT_RACED]
+    racing = [line for line in lines if line.ours == ours and is_raced(line)]
     return min(racing, key=lambda line: line.median_us, default=None)
 
 
@@ -44,21 +44,27 @@ def headline(lines: Sequence[Line]) -> str:
     return f"{lines[0].case} rows {lines[0].rows} {cache}: {', '.join(parts)}"
 
 
-def tables(lines: Sequence[Line]) -> list[Table]:
-    """One table per case, cache state and group of stages: rows down, designs across, microseconds."""
+def tables(lines: Sequence[Line], width: int | None = None) -> list[Table]:
+    """One table per case, cache state and group of stages: rows down, designs across, microseconds. In ``width`` columns of a
+    terminal that do not take all designs (None: they do), only the fastest of ours and SGLang's.
+    """
     found = []
     timed = [line for line in lines if line.timing]
     for case, cache in dict.fromkeys((line.case, line.cache) for line in timed):
         here = [line for line in timed if (line.case, line.cache) == (case, cache)]
         for stages, title in GROUPS.items():
             if any(line.stages == stages for line in here):
-                found.append(_table(f"{case}, {cache} cache, {title}: median us (* ours)", here, stages))
+                found.append(_table(f"{case}, {cache} cache, {title}: median us (* ours)", here, stages, width))
     return found
 
 
-def _table(title: str, here: Sequence[Line], stages: str) -> Table:
+def _table(title: str, here: Sequence[Line], stages: str, width: int | None) -> Table:
     group = [line for line in here if line.stages == stages]
     designs = list(dict.fromkeys((line.design, line.ours) for line in sorted(group, key=lambda line: not line.ours)))
+    wide = sum(4 + max(len(part) for part in design.split("+")) for design, _ours in designs) + 60
+    if width is not None and wide > width:
+        title += f"; {wide} columns or --json show all"
+        designs = [(design, ours) for design, ours in designs if (design, ours) == (HOST[stages], False)]
     table = Table(title=title, title_justify="left")
     names = [f"{design}*" if ours else design for design, ours in designs]
     raced = [[line for line in group if line.rows == rows] for rows in sorted({line.rows for line in group})]
@@ -72,7 +78,7 @@ def _table(title: str, here: Sequence[Line], stages: str) -> Table:
             str(at[0].rows),
             _us(_find([line for line in here if line.rows == at[0].rows], FLOOR, ours=False)),
             *(_us(_find(at, design, ours=ours)) for design, ours in designs),
-            mine.design.replace("+", " +") if mine else "-",
+            f"{mine.design.replace('+', ' +')} {_us(mine)}" if mine else "-",
             *[_ratio(_fastest(at, ours=False), mine)] * peers,
             _ratio(_find(at, HOST[stages], ours=False), mine),
         )
@@ -125,8 +131,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    drawn = (ROUTER, PLANNED, "floor")
-    shown = [line for line in lines if line.timing and line.stages in drawn and (line.design, line.stages) not in NOT_RACED]
+    shown = [line for line in lines if line.timing and line.stages in (ROUTER, PLANNED, "floor") and is_raced(line)]
     panels = list(dict.fromkeys((line.case, line.cache) for line in shown))
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, figsize=(11.5, 5 * max(1, len(panels))), squeeze=False)
     for axis, (case, cache) in zip(axes[:, 0], panels, strict=False):

@@ -306,7 +306,7 @@ def _print_bench(lines: Sequence[Line], wrong: Sequence[str], where: str = "") -
     from sglang_router_ext.bench import report
 
     out = console()
-    for table in report.tables(lines):
+    for table in report.tables(lines, console().width):
         out.print(table)
     remarks = (f"{where}{text}" for text in report.remarks(lines))
     cases = (CASES[name] for name in dict.fromkeys(line.case for line in lines) if name in CASES)

@@ -75,11 +75,10 @@ def _read(model: str) -> dict[str, Any]:
 def from_config(config: dict[str, Any]) -> Problem:
     """The problem of one layer from the fields of a Hugging Face configuration."""
     config = config.get("text_config") or config
-    kind = str(config.get("model_type"))[:40]
     expect(
         any(field in config for field in ("n_routed_experts", "topk_method", "scoring_func")),
         "model",
-        f"model_type {kind}",
+        f"model_type {str(config.get('model_type'))[:40]}",
         "a router of the DeepSeek-V3 kind (n_routed_experts); any other model runs SGLang's own router",
     )
     for field in (*REQUIRED, *(field for field in GROUPS if config.get(field) is not None)):

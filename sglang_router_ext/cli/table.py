@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,9 @@ from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, Design, Rows
 
+WIDE = 150
+"""Columns of a terminal that ``list`` fills."""
+NARROW = ("design", "status", "rows", "what it is")
 LISTED_ROWS = 1024
 """Row counts that ``explain`` lists one by one at most."""
 
@@ -27,40 +31,6 @@ def _fastest_at(design: Design) -> str:
     return "; ".join(text(design.bands, plan) + text(design.bands_without_plan, without)) or "-"
 
 
-@app.command("list")
-def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Print the table of designs, and the backends that choose among them."""
-    if as_json:
-        designs = [{**msgspec.to_builtins(design), "source_hash": design.source_hash} for design in DESIGNS]
-        print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES})
-        return
-    table = Table(title="designs", title_justify="left")
-    for name in ("design", "stages", "status", "GPUs", "rows", "limits", "row-stable", "fastest at", "what it is"):
-        table.add_column(name, overflow="fold")
-    for design in DESIGNS:
-        bands = _fastest_at(design)
-        stable = "yes" if design.row_stable else "no"
-        table.add_row(
-            design.name,
-            "+".join(design.stages),
-            design.status,
-            design.archs_text,
-            str(design.rows),
-            _limits(design),
-            stable,
-            bands,
-            design.what,
-        )
-    console().print(table)
-    backends = Table(title="--moe-runner-backend", title_justify="left")
-    for name in ("backend", "what it is", "designs"):
-        backends.add_column(name)
-    for backend in BACKENDS.values():
-        backends.add_row(backend.name, backend.what, ", ".join(backend.designs) or "any with a measured band")
-    console().print(backends)
-    console().print(f"SGLANG_ROUTER_EXT_GATE: {' | '.join(GATES)}")
-
-
 def _limits(design: Design) -> str:
     parts = [
         "" if design.max_experts is None else f"experts <= {design.max_experts}",
@@ -70,6 +40,44 @@ def _limits(design: Design) -> str:
         "" if design.min_processors == 1 else f"{design.min_processors} multiprocessors",
     ]
     return ", ".join(part for part in parts if part) or "-"
+
+
+LISTED: dict[str, Callable[[Design], str]] = {
+    "design": lambda design: design.name,
+    "stages": lambda design: "+".join(design.stages),
+    "status": lambda design: design.status,
+    "GPUs": lambda design: design.archs_text,
+    "rows": lambda design: str(design.rows),
+    "limits": _limits,
+    "row-stable": lambda design: "yes" if design.row_stable else "no",
+    "fastest at": _fastest_at,
+    "what it is": lambda design: design.what,
+}
+"""Columns of ``list``."""
+
+
+@app.command("list")
+def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Print the table of designs, and the backends that choose among them."""
+    if as_json:
+        designs = [{**msgspec.to_builtins(design), "source_hash": design.source_hash} for design in DESIGNS]
+        print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES})
+        return
+    wide = console().width >= WIDE
+    shown = LISTED if wide else {name: LISTED[name] for name in NARROW}
+    table = Table(title="designs" if wide else f"designs; {WIDE} columns or --json show their limits", title_justify="left")
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for design in DESIGNS:
+        table.add_row(*(cell(design) for cell in shown.values()))
+    console().print(table)
+    backends = Table(title="--moe-runner-backend", title_justify="left")
+    for name in ("backend", "what it is", "designs"):
+        backends.add_column(name)
+    for backend in BACKENDS.values():
+        backends.add_row(backend.name, backend.what, ", ".join(backend.designs) or "any with a measured band")
+    console().print(backends)
+    console().print(f"SGLANG_ROUTER_EXT_GATE: {' | '.join(GATES)}")
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -152,7 +160,9 @@ def explain(
         return
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
-    out.print(f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}", markup=False)
+    planned = "taken by the experts" if plan else "not taken by the experts"
+    text = f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}\nplan     {planned}"
+    out.print(text, markup=False)
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
     if not read.enabled:

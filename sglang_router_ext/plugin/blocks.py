@@ -17,7 +17,6 @@ Kernels of SGLang's own raise no version; those that write into ids are hooked, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +28,8 @@ from sglang_router_ext.plugin.counters import HOST
 
 CARRIED = "_router_ext_blocks"
 """Attribute of an ids tensor: its :class:`Blocks`, or why they are void (str)."""
+HANDOVER = "_router_ext_handover"
+"""Attribute of a logits tensor: its Plan (see layer.py), until that is taken, or the reason (str) why it has none."""
 SPAN = "_router_ext_span"
 """Attribute of a map from global to local experts: its version, and what :func:`_span` read."""
 NO_BLOCKS = "ids of no design that plans, or made anew since"
@@ -51,24 +52,16 @@ class Blocks(NamedTuple):
     span: tuple[int, int] | None = None  # ids are those of this rank: its first expert, and how many it has
 
 
-class _Made(threading.local):
-    """The ids that this thread's select_experts got last, which carry a plan."""
-
-    ids: torch.Tensor | None = None
-
-    def take(self) -> torch.Tensor | None:
-        ids, self.ids = self.ids, None
-        return ids
-
-
-_made = _Made()
-
-
 def carry(ids: torch.Tensor, blocks: Blocks) -> None:
     """Let ``ids`` carry their plan; where only its form is missing, its experts teach it."""
     if not ids.is_inference():
         setattr(ids, CARRIED, blocks)
-        _made.ids = ids
+
+
+def _valid(ids: torch.Tensor) -> Blocks | None:
+    """What ``ids`` carry, if it is not void and they are as they were when it was made."""
+    carried: Blocks | str | None = ids.__dict__.get(CARRIED)
+    return carried if isinstance(carried, Blocks) and carried.version == ids._version else None
 
 
 def void(ids: torch.Tensor, why: str) -> None:
@@ -91,9 +84,8 @@ def selected(
     options |= {"num_token_non_padded": num_token_non_padded, "expert_location_dispatch_info": expert_location_dispatch_info}
     if torch.compiler.is_compiling():
         return original(hidden_states, router_logits, topk_config, **options)
-    _made.take()
+    made: torch.Tensor | None = getattr(getattr(router_logits, HANDOVER, None), "ids", None)
     output = original(hidden_states, router_logits, topk_config, **options)
-    made = _made.take()
     ids = getattr(output, "topk_ids", None)
     if not isinstance(ids, torch.Tensor):
         return output
@@ -101,8 +93,8 @@ def selected(
 
     # It cuts the shared slots off, maps and masks the others, and puts the slots back, also where there is nothing to do.
     if made is not None and made is not ids and topk_config.num_shared_topk_slots > 0 and made.shape == ids.shape:
-        carried: Blocks = getattr(made, CARRIED)
-        if expert_location_dispatch_info is None and made._version == carried.version and not ids.is_inference():
+        carried = _valid(made)
+        if carried is not None and expert_location_dispatch_info is None and not ids.is_inference():
             carry(ids, carried._replace(version=ids._version))
     if num_token_non_padded is not None:
         void(ids, PADDED)
@@ -124,10 +116,11 @@ def follow_map(
     local = original(topk_ids, local_expert_mapping)
     if torch.compiler.is_compiling():
         return local
-    carried: Blocks | str | None = topk_ids.__dict__.get(CARRIED)
-    if isinstance(carried, str):
-        setattr(local, CARRIED, carried)
-    elif carried is not None and carried.version == topk_ids._version and not local.is_inference():
+    why = topk_ids.__dict__.get(CARRIED)
+    if isinstance(why, str):
+        setattr(local, CARRIED, why)
+    carried = _valid(topk_ids)
+    if carried is not None and not local.is_inference():
         span = _span(local_expert_mapping)
         if span is not None:
             carry(local, carried._replace(version=local._version, span=span))

@@ -28,7 +28,7 @@ from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem
 from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
 from sglang_router_ext.fused import single, words
 from sglang_router_ext.plugin import counters, overlap, preflight
-from sglang_router_ext.plugin.blocks import Blocks, Forms, carry
+from sglang_router_ext.plugin.blocks import HANDOVER, Blocks, Forms, carry
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.route import Route
 
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 LINK = "_router_ext_layer"
 """Attribute of a gate: its :class:`Layer`."""
-HANDOVER = "_router_ext_handover"
-"""Attribute of a logits tensor: its :class:`Plan`, or the reason (str) why it has none."""
 
 NOT_LINKED = "gate of a model that the plugin does not link to a selection"
 NO_WORDS = "no words are left for another CUDA graph"

@@ -305,13 +305,21 @@ def test_a_report_ranks_and_relates() -> None:
     assert cells["rows"] == ["1"]
     assert cells["floor-read"] == ["2.80"]
     assert cells["pair*"] == ["4.00"]
-    assert cells["best of ours"] == ["pair"]
+    assert cells["best of ours"] == ["pair 4.00"]
     assert cells["sglang-pair / ours"] == ["1.50x"]  # the aligned pair does more and is not raced
     assert "best peer / ours" not in cells
     (table,) = report.tables([*LINES, line("flashinfer-pair", 5.0, ours=False)])
     assert {str(column.header): list(column.cells) for column in table.columns}["best peer / ours"] == ["1.25x"]
     assert report.headline(LINES) == "glm-5.3-flash rows 1 cold: pair 4.00 us, sglang-pair 6.00 us, floor-read 2.80 us"
     assert report.per_pass(LINES) == ["glm-5.3-flash, rows 1, 42 layers: +0.084 ms saved against sglang-pair (pair)"]
+
+
+def test_a_narrow_terminal_shows_the_fastest() -> None:
+    (table,) = report.tables(LINES, 80)
+    assert [str(column.header) for column in table.columns] == [
+        *("rows", "floor-read", "sglang-pair", "best of ours", "sglang-pair / ours")
+    ]
+    assert "--json show all" in str(table.title)
 
 
 def test_replays_that_are_far_apart_are_shown() -> None:
