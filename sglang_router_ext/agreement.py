@@ -8,9 +8,13 @@ tensor cores truncate where an FPU rounds):
   longer than there are products, since adding 0 is exact. An fp32 weight is the sum of three bf16 in our tensor-core designs,
   whose products are exact too: three times the additions.
 * key: the sigmoid's slope is at most 1/4, its own evaluation errs by at most 4 u of a score <= 1, and adding the bias rounds
-  to u x |key|:  logit bound / 4 + 4 u + u |key|.
-* weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and renormalising adds the same again for the sum, plus topk + 4
-  roundings: 2 x (logit bound + 4 u) + (topk + 4) u, relative.
+  to u x |key|:  logit bound / 4 + 4 u + u |key|. The slope of sqrt(softplus) is below 1/2 and its error 4 u of a score that may
+  be more than 1. A softmax ranks by its logit, whose tanh errs by 4 u of the softcap.
+* weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and half of it for sqrt(softplus); for a softmax the errors of both
+  keys, its own and the largest, take the logit's place, and one rounding of their difference. Renormalising adds the same again
+  for the sum, plus topk + 4 roundings:
+  2 x (logit bound + 4 u) + (topk + 4) u, relative. A sum over all experts is one of 16 additions in a chain.
+* logits that the model rounds to bf16 may stand on either side of a rounding: 2^-8 of them more.
 
 A selection is judged by the logits that came with it, if any did, and then the logit bound in its keys and weights is 0: what
 the gate may add wrongly is the gate's, and no cover for the selection. An id may differ from the oracle's only where both keys
@@ -34,6 +38,7 @@ from sglang_router_ext.designs import Design, Numerics
 from sglang_router_ext.reference import Truth
 
 U = 2.0**-23
+BF16_ROUNDING = 2.0**-8
 SHOWN = 3
 
 
@@ -74,11 +79,13 @@ def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> l
         return found
     bound = logit_bound(problem, truth, design)
     if result.logits is not None:
-        found += _compare_logits(result.logits, truth, bound)
+        found += _compare_logits(result.logits, truth, bound, problem)
     if result.ids is not None:
         if result.logits is not None:
             truth = reference.select(problem, result.logits, truth.bias, num_token_non_padded=truth.valid)
             bound = torch.zeros_like(bound)
+        elif problem.logits_dtype == "bfloat16" and truth.magnitude is not None and design.numerics is not Numerics.EXACT_IDS:
+            bound = bound + 2 * BF16_ROUNDING * truth.logits.abs().nan_to_num(0.0, 0.0, 0.0)
         found += _compare_selection(result, truth, problem, bound, ordered=bool(design.target))
         if result.plan is not None:
             found += compare_plan(result.plan.tensors, result.ids, problem, result.plan.form)
@@ -108,8 +115,13 @@ def _first(mask: torch.Tensor, describe) -> list[str]:
     return lines
 
 
-def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor) -> list[str]:
+def _compare_logits(logits: torch.Tensor, truth: Truth, bound: torch.Tensor, problem: Problem) -> list[str]:
     got, want = logits.double(), truth.logits
+    if problem.logits_dtype == "bfloat16":
+        coarse = (logits.bfloat16().float() != logits) & ~logits.isnan()
+        if coarse.any():
+            return _first(coarse, lambda r, e: f"logits[{r}, {e}]: {got[r, e]:.9g} is not rounded to bf16")
+        bound = bound * (1 + BF16_ROUNDING) + BF16_ROUNDING * want.abs().nan_to_num(0.0, 0.0, 0.0)
     finite = want.isfinite() if truth.magnitude is None else want.isfinite() & (truth.magnitude < 3e38)
     # An input that holds NaN or infinity must not come out as a number.
     bad = torch.where(finite, ~((got - want).abs() <= bound), got.isfinite())
@@ -152,9 +164,9 @@ def _compare_selection(result: Result, truth: Truth, problem: Problem, bound: to
     if not found and problem.groups > 1:
         truth = _with_groups_of(ids, truth, problem, bound)
     if not found:
-        slack = _slack(truth, bound)
-        found += _compare_ids(ids, truth, slack) + _compare_weights(ids, weights, truth, problem, bound[:valid])
-        found += _compare_order(ids, truth, slack) if ordered else []
+        slack = _slack(problem, truth, bound)
+        found += _compare_ids(ids, truth, problem, slack) + _compare_weights(ids, weights, truth, problem, bound[:valid])
+        found += _compare_order(ids, truth, problem, slack) if ordered else []
     return found
 
 
@@ -166,20 +178,34 @@ def _compare_shared(ids: torch.Tensor, weights: torch.Tensor, problem: Problem) 
     return found + _first(weights != share, lambda r, k: f"shared weights[{r}, {k}]: {weights[r, k]}, wanted {share}")
 
 
-def _slack(truth: Truth, bound: torch.Tensor) -> torch.Tensor:
+def _softmax_rounding(problem: Problem, truth: Truth) -> torch.Tensor:
+    """[rows, experts] fp64: what a softmax key adds to its logit's bound; nothing without bias and softcap."""
+    added = truth.bias is not None or problem.softcap > 0
+    keys = torch.where(truth.keys.isfinite() & (truth.keys != NAN_KEY), truth.keys.abs(), 0.0)
+    return 4 * U * problem.softcap + U * keys * added
+
+
+def _slack(problem: Problem, truth: Truth, bound: torch.Tensor) -> torch.Tensor:
     """[rows, experts] fp64: the bound of each key."""
-    return bound / 4 + 4 * U + U * torch.where(truth.keys.isfinite(), truth.keys.abs(), 0.0)
+    if problem.score == "softmax":
+        return bound + _softmax_rounding(problem, truth)
+    rounding = U * torch.where(truth.keys.isfinite(), truth.keys.abs(), 0.0)
+    if problem.score == "sqrtsoftplus":
+        return bound / 2 + 4 * U * truth.scores.clamp(min=1.0).nan_to_num(1.0, 1.0) + rounding
+    return bound / 4 + 4 * U + rounding
 
 
-def _tied(truth: Truth, row: torch.Tensor | int, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _tied(problem: Problem, truth: Truth, row: torch.Tensor | int, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Whether the keys of experts ``one`` and ``other`` of ``row`` (index tensors that broadcast) tie in any precision.
 
     They do where the fp64 keys are equal and either both keys are infinite or NaN, or the biases are equal and the scores too:
     of equal logits, or of logits so far out that the fp32 sigmoid is 1 (from 18) or 0 (to -104).
     """
     equal = truth.keys[row, one] == truth.keys[row, other]
-    key, a, b = truth.keys[row, one], truth.logits[row, one], truth.logits[row, other]
-    score = (a == b) | ((a >= 18) & (b >= 18)) | ((a <= -104) & (b <= -104))
+    key, a, b = truth.keys[row, one], truth.read[row, one], truth.read[row, other]
+    score = a == b
+    if problem.score == "sigmoid":
+        score = score | ((a >= 18) & (b >= 18)) | ((a <= -104) & (b <= -104))
     bias = True if truth.bias is None else truth.bias[one] == truth.bias[other]
     return equal & (key.isinf() | (key == NAN_KEY) | (score & bias))
 
@@ -191,13 +217,13 @@ def _with_groups_of(ids: torch.Tensor, truth: Truth, problem: Problem, bound: to
     """``truth``, but in rows that kept other groups than the oracle's, which is within the bounds, by the groups of ``ids``."""
     free = reference.ungrouped(problem, truth.logits, truth.bias)
     scores, pairs = reference.group_scores(problem, free.keys)
-    slack = _slack(free, bound).gather(1, pairs.flatten(1)).unflatten(1, (problem.groups, -1)).sum(2)
+    slack = _slack(problem, free, bound).gather(1, pairs.flatten(1)).unflatten(1, (problem.groups, -1)).sum(2)
     slack += U * torch.where(scores.isfinite(), scores.abs(), 0.0)
     kept = reference.best_groups(problem, free.keys)
     again = kept.clone()
     mine, best = ids.sort(1).values, truth.ids[: len(ids)].sort(1).values
     for row in (mine != best).any(1).nonzero().flatten().tolist():
-        sets = _allowed_groups(free, row, scores[row], slack[row], pairs[row], kept[row])
+        sets = _allowed_groups(problem, free, row, scores[row], slack[row], pairs[row], kept[row])
         trial = kept[row].repeat(len(sets), 1)
         for place, some in enumerate(sets):
             trial[place] = False
@@ -214,7 +240,7 @@ def _with_groups_of(ids: torch.Tensor, truth: Truth, problem: Problem, bound: to
 
 
 def _allowed_groups(
-    free: Truth, row: int, scores: torch.Tensor, slack: torch.Tensor, pairs: torch.Tensor, kept: torch.Tensor
+    problem: Problem, free: Truth, row: int, scores: torch.Tensor, slack: torch.Tensor, pairs: torch.Tensor, kept: torch.Tensor
 ) -> list[list[int]]:
     """The sets of groups that a row may have kept. ``scores``, ``slack`` [groups]; ``pairs`` [groups, 2]: two best experts."""
     if kept.all():
@@ -229,14 +255,14 @@ def _allowed_groups(
         taken = torch.tensor(some, dtype=torch.long, device=scores.device)[None, :]
         left = torch.tensor([g for g in open_ if g not in some], dtype=torch.long, device=scores.device)[:, None]
         gap = (scores[left] - scores[taken]).nan_to_num(0.0, torch.inf, -torch.inf)
-        ties = [_tied(free, row, pairs[left, i], pairs[taken, i]) for i in range(pairs.shape[1])]
+        ties = [_tied(problem, free, row, pairs[left, i], pairs[taken, i]) for i in range(pairs.shape[1])]
         wrong = (gap > slack[left] + slack[taken]) | (torch.stack(ties).all(0) & (left < taken))
         if not wrong.any():
             allowed.append([*sure, *some])
     return allowed
 
 
-def _compare_ids(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[str]:
+def _compare_ids(ids: torch.Tensor, truth: Truth, problem: Problem, slack: torch.Tensor) -> list[str]:
     """An expert taken or left against the oracle is allowed only within the bounds of the keys at the cut."""
     keys = truth.keys[: len(ids)]
     got = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, ids, True)
@@ -247,7 +273,7 @@ def _compare_ids(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[s
         left = (want[row] & ~got[row]).nonzero().flatten()[:, None]
         gap = (keys[row, left] - keys[row, taken]).nan_to_num(0.0, torch.inf, -torch.inf)  # both infinite: a tie
         allowed = slack[row, left] + slack[row, taken]
-        wrong = (gap > allowed) | (_tied(truth, row, left, taken) & (left < taken))
+        wrong = (gap > allowed) | (_tied(problem, truth, row, left, taken) & (left < taken))
         if wrong.any():
             a, b = wrong.nonzero()[0].tolist()
             found.append(
@@ -257,14 +283,14 @@ def _compare_ids(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[s
     return found[:SHOWN]
 
 
-def _compare_order(ids: torch.Tensor, truth: Truth, slack: torch.Tensor) -> list[str]:
+def _compare_order(ids: torch.Tensor, truth: Truth, problem: Problem, slack: torch.Tensor) -> list[str]:
     """Every earlier slot against every later one of its row: descending keys, and ascending ids where they tie."""
     row = torch.arange(len(ids), device=ids.device)[:, None]
     first, second = torch.triu_indices(ids.shape[1], ids.shape[1], 1, device=ids.device)
     earlier, later = ids[:, first], ids[:, second]
     gap = (truth.keys[row, later] - truth.keys[row, earlier]).nan_to_num(0.0, torch.inf, -torch.inf)
     wrong = gap > slack[row, later] + slack[row, earlier]
-    wrong |= _tied(truth, row, earlier, later) & (earlier > later)
+    wrong |= _tied(problem, truth, row, earlier, later) & (earlier > later)
     return _first(
         wrong,
         lambda r, p: f"ids[{r}]: expert {earlier[r, p]} stands before {later[r, p]}, whose key is higher by {gap[r, p]:.3g}",
@@ -276,7 +302,14 @@ def _compare_weights(
 ) -> list[str]:
     """Weights are judged for the ids that the design chose, so that a near-tie counts once."""
     want = reference.weigh(problem, truth.scores[: len(ids)], ids)
-    relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (problem.topk + 4) * U
+    additions = problem.topk
+    if problem.score == "softmax":
+        keys, first = truth.keys[: len(ids)], truth.keys[: len(ids)].max(1, keepdim=True).values
+        rounding = _softmax_rounding(problem, truth)[: len(ids)]
+        apart = (first - keys).nan_to_num(0.0, 0.0).clamp(max=100.0)
+        bound = bound + rounding + (bound + rounding).max(1, keepdim=True).values + U * apart
+        additions = problem.topk if problem.renormalize else 16
+    relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (additions + 4) * U
     total = truth.scores[: len(ids)].gather(1, ids).nan_to_num(0.0).sum(1, keepdim=True)
     # Scores about the smallest normal float may each count as 0 or not, so a row of nothing else has no one right sum: its
     # weights are shares of the scale, whichever.

@@ -54,7 +54,7 @@ def reasons(
                 problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
             )
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
-        refuse(not problem.bias, "no selection bias: takes routers with one")
+        refuse(not problem.bias and problem.score != "softmax", "no selection bias: takes routers with one")
         refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")
         groups = groups_refused(design, problem)
         takes = f"groups of {design.group_experts}" if design.group_experts else "ungrouped selection"
@@ -68,6 +68,8 @@ def reasons(
             text = (", ".join(map(str, bands)) or "none") + (" without a plan" if without else "")
             unmeasured = "gate" in design.stages and problem.weight_dtype not in design.measured_dtypes
             refuse(unmeasured, f"{problem.weight_dtype} gate weight: not measured on {gpu.name}")
+            scored = "selection" in design.stages and problem.score not in design.measured_scores
+            refuse(scored, f"{problem.score} scores: not measured on {gpu.name}")
             grouped = "selection" in design.stages and problem.groups > 1 and not design.measured_groups
             refuse(grouped, f"{problem.groups} expert groups: not measured on {gpu.name}")
             outside = gpu.name in design.bands and not any(rows in band for band in bands)

@@ -2,8 +2,8 @@
 
 One MoE layer routes each row (token) of ``hidden`` to ``topk`` of its ``experts``::
 
-    logits  = hidden @ weight.T                     fp32, never rounded to bf16
-    score   = rule(logit)                           fp32
+    logits  = hidden @ weight.T                     fp32; rounded to bf16 only where the model's own gate is asked for
+    score   = rule(logit)                           fp32; sigmoid, or sqrt(log(1 + exp(logit)))
     key     = score + bias                          fp32; ranks, and does nothing else
     ids     = the topk largest keys, the lower id wins ties; with groups, of the groups_kept groups of neighbouring experts
               whose two best keys have the largest sum, the lower group wins ties
@@ -21,10 +21,15 @@ Tensors, in the order in which they appear::
 Fused shared experts stand behind the routed ones: slot topk + i has id experts + i and weight ``shared_weight``, and takes no
 part in ranking or renormalising.
 
-Special values. A NaN key ranks as ``NAN_KEY``, below every key that a model has and above minus infinity, as SGLang ranks it.
-A NaN score weighs 0. A score below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the
-weights are 0 and not NaN. Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past
-``num_token_non_padded`` are padding.
+Softmax: the bias, if there is one, is inside; key = softcap * tanh(logit / softcap) + bias (no softcap: logit + bias), and
+score = exp(key - largest key) / sum over all experts, which ranks as the key does. Keys that are equal are 0 apart, so that an
+infinite one weighs something. It knows no groups.
+
+Special values. A NaN key ranks as ``NAN_KEY``, below every key that a model has and above minus infinity, as SGLang ranks it;
+``nan_first``: as infinity, as DeepSeek-V4.1 has it. A NaN score weighs 0, and so does a softmax key of ``NAN_KEY``. A score
+below ``MIN_SCORE`` (the smallest normal float32) counts as 0. Where all chosen scores are 0 the weights are 0 and not NaN.
+Every row, degenerate or not, gives ``topk`` distinct ids and finite weights. Rows at or past ``num_token_non_padded`` are
+padding.
 
 A plan is the same selection as an expert kernel reads it: the slots (row x (topk + shared) + k) of each expert, in blocks of
 equal size, experts ascending and slots ascending inside an expert, so that it is reproducible. Slots of padded rows and of
@@ -75,6 +80,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     groups_kept: int = 1
     renormalize: bool = True
     scale: float = 1.0
+    softcap: float = 0.0
+    nan_first: bool = False
+    logits_dtype: str = "float32"
     shared: int = 0
     shared_weight: float = 1.0
     hidden_dtype: str = "bfloat16"
@@ -91,6 +99,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         enough = self.experts // self.groups * self.groups_kept
         expect(self.topk <= enough, "topk", self.topk, f"at most the {enough} experts of the groups kept")
         expect(self.shared >= 0, "shared", self.shared, "0 or more")
+        expect(self.softcap >= 0, "softcap", self.softcap, "0 for none, or more")
+        expect(self.softcap == 0 or self.score == "softmax", "softcap", self.softcap, f"0 with {self.score} scores")
+        expect(
+            not self.nan_first or self.score == "sqrtsoftplus", "nan_first", self.nan_first, f"False with {self.score} scores"
+        )
+        expect(self.logits_dtype in ("float32", "bfloat16"), "logits_dtype", self.logits_dtype, "float32 | bfloat16")
         for name in ("hidden_dtype", "weight_dtype", "bias_dtype"):
             expect(getattr(self, name) in DTYPES, name, getattr(self, name), " | ".join(DTYPES))
 
@@ -98,7 +112,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         grouped = f", {self.groups} groups keep {self.groups_kept}" if self.groups > 1 else ""
         bias = f" + {self.bias_dtype} bias" if self.bias else ""
         shared = f" + {self.shared} shared" if self.shared else ""
-        return f"{self.experts} x {self.hidden} ({self.weight_dtype}), top-{self.topk}{shared}, {self.score}{bias}{grouped}"
+        logits = f", {self.logits_dtype} logits" if self.logits_dtype != "float32" else ""
+        shape = f"{self.experts} x {self.hidden} ({self.weight_dtype})"
+        return f"{shape}, top-{self.topk}{shared}, {self.score}{bias}{grouped}{logits}"
 
     @property
     def slots(self) -> int:

@@ -66,6 +66,8 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtypes: tuple[str, ...] = ("bfloat16",)
     measured_dtypes: tuple[str, ...] = ("bfloat16",)
     """Of the gate weight: what the bands speak of."""
+    measured_scores: tuple[str, ...] = ("sigmoid",)
+    """The same of the score rule."""
     measured_groups: bool = False
     """Whether the bands speak of selection by groups too."""
     group_experts: int | None = None
@@ -115,6 +117,8 @@ def groups_refused(design: Design, problem: Problem) -> str | None:
     """Why ``design`` does not select by the groups of ``problem``, or None: lanes of a warp share a group, warps do not."""
     if problem.groups == 1:
         return None
+    if problem.score == "softmax":
+        return f"{problem.groups} expert groups with softmax scores"
     size = problem.experts // problem.groups
     if design.group_experts != size or problem.experts % 128 != 0:
         return f"{problem.groups} expert groups of {size}"
@@ -132,6 +136,7 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
+_SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
 _WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)
@@ -146,6 +151,7 @@ DESIGNS: tuple[Design, ...] = (
         min_processors=32,  # four launches' planners, which wait, leave some free
         max_experts=1024,
         group_experts=32,
+        scores=_SCORES,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -171,6 +177,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         group_experts=32,
+        scores=_SCORES,
         max_topk=32,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -229,6 +236,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         group_experts=32,
+        scores=_SCORES,
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
@@ -252,7 +260,7 @@ DESIGNS: tuple[Design, ...] = (
         stages=("gate", "selection"),
         target="",
         what="SGLang's own path; takes whatever no design above takes",
-        scores=("sigmoid", "softmax", "sqrtsoftplus"),
+        scores=_SCORES,
         weight_dtypes=("bfloat16", "float16", "float32"),
         numerics=Numerics.NEAR_TIE,
         row_stable=False,

@@ -17,9 +17,10 @@ from sglang_router_ext.contract import DROPPED_KEY, MIN_SCORE, NAN_KEY, PAD_ID, 
 class Truth(NamedTuple):
     """What the contract says for one batch; everything fp64 but the ids."""
 
-    logits: torch.Tensor  # [rows, experts] fp64
+    logits: torch.Tensor  # [rows, experts] fp64, never rounded
+    read: torch.Tensor  # [rows, experts] fp64, logits as the scores read them: rounded where the problem says so
     scores: torch.Tensor  # [rows, experts] fp64, NaN where the logit is NaN
-    keys: torch.Tensor  # [rows, experts] fp64, NaN replaced by NAN_KEY
+    keys: torch.Tensor  # [rows, experts] fp64, NaN replaced by NAN_KEY or, with nan_first, by infinity
     ids: torch.Tensor  # [rows, topk] int64, descending key, the lower id on ties; -1 in padded rows; routed experts only
     weights: torch.Tensor  # [rows, topk] fp64; 0 in padded rows
     margin: torch.Tensor  # [rows] fp64, gap at the cut: last selected key - first rejected key; +inf if none is rejected
@@ -51,6 +52,25 @@ def weigh(problem: Problem, scores: torch.Tensor, ids: torch.Tensor) -> torch.Te
         total = chosen.sum(1, keepdim=True)
         chosen = chosen / torch.where(total > 0, total, 1.0)
     return chosen * problem.scale
+
+
+def score(problem: Problem, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and keys [rows, experts] of fp64 ``logits``, by the rule of ``problem``; NaN where a logit is NaN."""
+    add = 0.0 if bias is None else bias.double()
+    if problem.score == "softmax":
+        keys = (problem.softcap * torch.tanh(logits / problem.softcap) if problem.softcap else logits) + add
+        largest = torch.where(keys.isnan(), NAN_KEY, keys).max(1, keepdim=True).values
+        powers = torch.where(keys == largest, 1.0, torch.exp(keys - largest)).masked_fill(keys == NAN_KEY, 0.0)
+        powers = torch.where(powers < MIN_SCORE, 0.0, powers)
+        total = powers.nan_to_num(0.0).sum(1, keepdim=True)
+        return powers / torch.where(total > 0, total, 1.0), keys
+    scores = torch.sigmoid(logits)
+    if problem.score == "sqrtsoftplus":
+        scores = torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs())))
+        # exp overflows nowhere, and its square root is exact where log1p is its argument
+        scores = torch.where(logits < -40, torch.exp(logits / 2), scores)
+    scores = torch.where(scores < MIN_SCORE, 0.0, scores)
+    return scores, scores + add
 
 
 def ungrouped(problem: Problem, logits: torch.Tensor, bias: torch.Tensor | None) -> Truth:
@@ -86,13 +106,12 @@ def select(
     """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract. ``groups``
     [rows, groups] bool: those that are kept, instead of the best.
     """
-    expect(problem.score == "sigmoid", "score", problem.score, "sigmoid")
+    expect(problem.groups == 1 or problem.score != "softmax", "groups", problem.groups, "1 with softmax scores")
     expect(logits.shape[1] == problem.experts, "logits", tuple(logits.shape), f"[rows, {problem.experts}]")
     wide = logits.double()
-    scores = torch.sigmoid(wide)
-    scores = torch.where(scores < MIN_SCORE, 0.0, scores)
-    keys = scores if bias is None else scores + bias.double()
-    keys = torch.where(keys.isnan(), NAN_KEY, keys)
+    read = logits.bfloat16().double() if problem.logits_dtype == "bfloat16" else wide
+    scores, keys = score(problem, read, bias)
+    keys = torch.where(keys.isnan(), torch.inf if problem.nan_first else NAN_KEY, keys)
     open_ = torch.ones_like(keys, dtype=torch.bool)
     if problem.groups > 1:
         kept = best_groups(problem, keys) if groups is None else groups
@@ -108,7 +127,7 @@ def select(
         margin = torch.where(margin.isnan(), 0.0, margin)  # inf - inf: a tie
     valid = len(logits) if num_token_non_padded is None else max(0, min(num_token_non_padded, len(logits)))
     ids[valid:] = PAD_ID
-    return Truth(wide, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, bias, valid, terms)
+    return Truth(wide, read, scores, keys, ids, weigh(problem, scores, ids), margin, magnitude, bias, valid, terms)
 
 
 def outputs(problem: Problem, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,9 +52,13 @@ CASES = {
         ),
         Case(
             name="deepseek-v4.1-flash",
-            problem=Problem(experts=384, hidden=5120, topk=6),
-            what="with sigmoid scores instead of the model's sqrt-softplus",
-            stands_for="the model has sqrt-softplus scores, which no selection of ours takes",
+            problem=Problem(experts=384, hidden=5120, topk=6, score="sqrtsoftplus", nan_first=True),
+            what="sqrt-softplus scores",
+        ),
+        Case(
+            name="deepseek-v4",
+            problem=Problem(experts=384, hidden=7168, topk=6, score="sqrtsoftplus"),
+            what="sqrt-softplus scores",
         ),
         Case(
             name="kimi-k2",
@@ -100,24 +104,24 @@ CASES = {
         ),
         Case(
             name="qwen3-30b-a3b",
-            problem=Problem(experts=128, hidden=2048, topk=8, score="softmax", bias=False),
+            problem=Problem(experts=128, hidden=2048, topk=8, score="softmax", bias=False, logits_dtype="bfloat16"),
             layers=48,
             served_by="Qwen3MoeForCausalLM",
-            stands_for="Qwen3-MoE has softmax scores, which no selection of ours takes",
+            what="softmax scores of bf16 logits",
         ),
         Case(
             name="qwen3-235b-a22b",
-            problem=Problem(experts=128, hidden=4096, topk=8, score="softmax", bias=False),
+            problem=Problem(experts=128, hidden=4096, topk=8, score="softmax", bias=False, logits_dtype="bfloat16"),
             layers=94,
             served_by="Qwen3MoeForCausalLM",
-            stands_for="Qwen3-MoE has softmax scores, which no selection of ours takes",
+            what="softmax scores of bf16 logits",
         ),
         Case(
             name="mixtral-8x7b",
-            problem=Problem(experts=8, hidden=4096, topk=2, score="softmax", bias=False),
+            problem=Problem(experts=8, hidden=4096, topk=2, score="softmax", bias=False, logits_dtype="bfloat16"),
             layers=32,
             served_by="MixtralForCausalLM",
-            stands_for="Mixtral has softmax scores, which no selection of ours takes",
+            what="softmax scores of bf16 logits",
         ),
     )
 }

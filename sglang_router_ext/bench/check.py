@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from sglang_router_ext.agreement import Result, compare
+from sglang_router_ext.bench.checks import Check, inputs_of
 from sglang_router_ext.bench.clock import capture, poison
-from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of
+from sglang_router_ext.bench.inputs import KINDS, Inputs
 from sglang_router_ext.bench.launch import ALIGNED, launch, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons

@@ -17,7 +17,7 @@ from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
 if TYPE_CHECKING:
     from sglang_router_ext.bench.check import Outcome
-    from sglang_router_ext.bench.inputs import Check
+    from sglang_router_ext.bench.checks import Check
     from sglang_router_ext.bench.run import Line
 
 OURS = [design.name for design in DESIGNS if design.target]
@@ -52,7 +52,7 @@ def check(
     expect(not (record and cases), "record", "a check of some cases only", "a check of all cases, or of all models (--quick)")
     gpu = _this_gpu("check")
     from sglang_router_ext.bench import check as checks
-    from sglang_router_ext.bench.inputs import model_checks, odd_checks
+    from sglang_router_ext.bench.checks import model_checks, odd_checks
     from sglang_router_ext.bench.record import check_writable, new_run, write
 
     if record:

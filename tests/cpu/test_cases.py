@@ -15,7 +15,8 @@ import torch
 from sglang_router_ext import agreement, reference
 from sglang_router_ext.bench import peers
 from sglang_router_ext.bench.cases import CASES, Case, case_by_name
-from sglang_router_ext.bench.inputs import KINDS, Check, Inputs, inputs_of, model_checks, odd_checks
+from sglang_router_ext.bench.checks import Check, inputs_of, model_checks, odd_checks
+from sglang_router_ext.bench.inputs import KINDS, Inputs
 from sglang_router_ext.bench.launch import truth
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import ContractError, Problem, gpu_by_name
@@ -28,7 +29,8 @@ PLAIN = Check(case="small", problem=SMALL, rows=5)
 INTERPRETED = """
 import json, torch
 from sglang_router_ext.bench import check
-from sglang_router_ext.bench.inputs import KINDS, Check
+from sglang_router_ext.bench.checks import Check
+from sglang_router_ext.bench.inputs import KINDS
 from sglang_router_ext.contract import Gpu, Problem
 from sglang_router_ext.designs import TABLE
 

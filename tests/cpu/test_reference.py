@@ -117,8 +117,8 @@ def test_the_gate_is_a_product_in_fp64() -> None:
 
 
 def test_what_the_oracle_does_not_know_it_refuses() -> None:
-    with pytest.raises(ContractError, match="score"):
-        reference.select(Problem(experts=8, hidden=4, topk=2, score="softmax"), LOGITS, BIAS)
+    with pytest.raises(ContractError, match="groups: got 4, allowed: 1 with softmax scores"):
+        reference.select(Problem(experts=8, hidden=4, topk=2, score="softmax", groups=4, groups_kept=2), LOGITS, BIAS)
     with pytest.raises(ContractError, match="topk: got 3, allowed: at most the 2 experts of the groups kept"):
         Problem(experts=8, hidden=4, topk=3, groups=4)
 
@@ -175,3 +175,55 @@ def test_any_row_is_ranked_as_a_plain_sort_ranks_it(data: st.DataObject) -> None
     assert truth.weights[0].tolist() == pytest.approx([2.0 * s / total for s in chosen], rel=1e-12)
     assert truth.weights.isfinite().all()
     assert len(set(ids)) == topk
+
+
+def test_a_softmax_weighs_shares_of_all_experts_or_of_the_chosen() -> None:
+    problem = Problem(experts=4, hidden=1, topk=2, score="softmax", bias=False, renormalize=False)
+    logits = torch.tensor([[1.0, 2.0, 0.0, 2.0]])
+    total = math.e + 2 * math.e**2 + 1
+    truth = reference.select(problem, logits, None)
+    assert truth.ids.tolist() == [[1, 3]]
+    assert truth.weights[0].tolist() == pytest.approx([math.e**2 / total] * 2)
+    shares = reference.select(Problem(experts=4, hidden=1, topk=3, score="softmax", bias=False), logits, None)
+    assert shares.weights[0].tolist() == pytest.approx([math.e / (2 * math.e + 1)] * 2 + [1 / (2 * math.e + 1)])
+
+
+def test_the_bias_is_inside_the_softmax_and_the_softcap_inside_the_bias() -> None:
+    problem = Problem(experts=3, hidden=1, topk=2, score="softmax", softcap=2.0)
+    truth = reference.select(problem, torch.tensor([[100.0, 0.0, -1.0]]), torch.tensor([0.0, 2.5, 0.0]))
+    assert truth.ids.tolist() == [[1, 0]]
+    assert truth.keys[0].tolist() == pytest.approx([2.0, 2.5, -2 * math.tanh(0.5)])
+    share = 1 / (1 + math.exp(-0.5))
+    assert truth.weights[0].tolist() == pytest.approx([share, 1 - share])
+
+
+def test_a_softmax_of_infinities_and_nan_gives_finite_weights() -> None:
+    nan, inf = float("nan"), float("inf")
+    problem = Problem(experts=4, hidden=1, topk=3, score="softmax", bias=False)
+    rows = torch.tensor([[inf, 1.0, inf, nan], [-inf] * 4, [nan] * 4, [nan, 2.0, nan, -inf]])
+    truth = reference.select(problem, rows, None)
+    assert truth.ids.tolist() == [[0, 2, 1], [0, 1, 2], [0, 1, 2], [1, 0, 2]]
+    assert truth.weights.tolist() == [[0.5, 0.5, 0.0], pytest.approx([1 / 3] * 3), [0.0] * 3, [1.0, 0.0, 0.0]]
+
+
+def test_logits_that_the_model_rounds_tie_where_bf16_does() -> None:
+    logits = torch.tensor([[1.0, 1.001, 1.002, 0.5]])
+    fields = {"experts": 4, "hidden": 1, "topk": 2, "score": "softmax", "bias": False}
+    assert reference.select(Problem(**fields), logits, None).ids.tolist() == [[2, 1]]
+    assert reference.select(Problem(**fields, logits_dtype="bfloat16"), logits, None).ids.tolist() == [[0, 1]]
+
+
+def test_sqrt_softplus_keeps_its_digits_from_minus_104_to_200() -> None:
+    problem = Problem(experts=5, hidden=1, topk=5, score="sqrtsoftplus", renormalize=False)
+    logits = torch.tensor([[-104.0, -17.0, 0.0, 3.0, 200.0]])
+    scores = reference.select(problem, logits, torch.zeros(5)).scores[0].tolist()
+    want = [math.exp(-52), math.exp(-8.5), math.sqrt(math.log(2)), math.sqrt(math.log1p(math.exp(3))), math.sqrt(200)]
+    assert scores == pytest.approx(want, rel=1e-7)
+
+
+def test_nan_ranks_first_where_the_model_says_so_and_weighs_nothing() -> None:
+    nan = float("nan")
+    problem = Problem(experts=4, hidden=1, topk=2, score="sqrtsoftplus", nan_first=True)
+    truth = reference.select(problem, torch.tensor([[5.0, nan, 6.0, nan], [5.0, 4.0, nan, 3.0]]), torch.zeros(4))
+    assert truth.ids.tolist() == [[1, 3], [2, 0]]
+    assert truth.weights.tolist() == [[0.0, 0.0], [0.0, 1.0]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_router_ext import agreement, reference
 from sglang_router_ext.bench import check
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.inputs import Check
+from sglang_router_ext.bench.checks import Check
 from sglang_router_ext.contract import BLOCKS, ContractError, Gpu, PlanForm, Problem
 from sglang_router_ext.designs import TABLE
 from sglang_router_ext.fused import single, words

@@ -11,7 +11,7 @@ import torch
 from sglang_router_ext.bench import check as checks
 from sglang_router_ext.bench import clock, machine
 from sglang_router_ext.bench.cases import CASES
-from sglang_router_ext.bench.inputs import Check, inputs_of, model_checks, odd_checks
+from sglang_router_ext.bench.checks import Check, inputs_of, model_checks, odd_checks
 from sglang_router_ext.bench.launch import launch
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
