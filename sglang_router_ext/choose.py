@@ -11,6 +11,8 @@ import msgspec
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design, groups_refused
 
+ROUNDED = "bfloat16 logits of SGLang's own gate: takes float32"
+
 
 def reasons(
     design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, named: bool = True, plan: bool = True
@@ -70,11 +72,23 @@ def reasons(
             refuse(unmeasured, f"{problem.weight_dtype} gate weight: not measured on {gpu.name}")
             scored = "selection" in design.stages and problem.score not in design.measured_scores
             refuse(scored, f"{problem.score} scores: not measured on {gpu.name}")
+            rounded = design.stages == ("gate",) and problem.logits_dtype == "bfloat16"
+            refuse(rounded, f"bfloat16 logits: not measured on {gpu.name}")
             grouped = "selection" in design.stages and problem.groups > 1 and not design.measured_groups
             refuse(grouped, f"{problem.groups} expert groups: not measured on {gpu.name}")
             outside = gpu.name in design.bands and not any(rows in band for band in bands)
             refuse(outside, f"{rows} rows: measured fastest at {text}")
     return found
+
+
+def in_force(problem: Problem, gate: str) -> tuple[Problem, str]:
+    """``problem`` with the logits that ``SGLANG_ROUTER_EXT_GATE`` asks for, and what that says about the choice of a gate.
+
+    A model that rounds its logits to bf16 keeps that, unless ``fp32`` or a design is asked for.
+    """
+    if gate in ("auto", "host"):
+        return problem, gate
+    return msgspec.structs.replace(problem, logits_dtype="float32"), "auto" if gate == "fp32" else gate
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -112,16 +126,35 @@ def choose(
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
     this machine cannot build. ``plan``: the experts take the plan of a design that makes one.
+
+    A model that rounds its logits to bf16 has no others behind SGLang's own gate, and selections alone take fp32.
     """
+    choice = _choose(problem, rows, gpu, backend, gate, unavailable or {}, plan)
+    if problem.logits_dtype == "bfloat16" and choice.gate == "host" != choice.selection:
+        alone = dict.fromkeys((design.name for design in DESIGNS if design.stages == ("selection",)), ROUNDED)
+        return _choose(problem, rows, gpu, backend, gate, {**alone, **(unavailable or {})}, plan)
+    return choice
+
+
+def _choose(
+    problem: Problem,
+    rows: int,
+    gpu: Gpu | None,
+    backend: str | None,
+    gate: str,
+    unavailable: dict[str, str],
+    plan: bool,
+) -> Choice:
     expect(backend is None or backend in BACKENDS, "backend", backend, " | ".join(BACKENDS))
     expect(gate in GATES, "SGLANG_ROUTER_EXT_GATE", gate, " | ".join(GATES))
+    problem, gate = in_force(problem, gate)
     designs = BACKENDS[backend].designs if backend is not None else ()
     losers: dict[str, list[str]] = {}
 
     def runs(design: Design, *, named: bool) -> bool:
         if design.name not in losers:
             found = reasons(design, problem, rows, gpu, named=named, plan=plan)
-            if unavailable and design.name in unavailable:
+            if design.name in unavailable:
                 found.append(unavailable[design.name])
             if not found:
                 return True

@@ -309,5 +309,7 @@ BACKENDS = {
     )
 }
 
-GATES = ("auto", "host", *(d.name for d in DESIGNS if d.stages == ("gate",)))
-"""Values of ``SGLANG_ROUTER_EXT_GATE``: ``auto`` leaves the choice to the backend, ``host`` keeps SGLang's own GEMM."""
+GATE_MODES = ("auto", "host", "fp32")
+GATES = (*GATE_MODES, *(d.name for d in DESIGNS if d.stages == ("gate",)))
+"""Values of ``SGLANG_ROUTER_EXT_GATE``: ``auto`` leaves the choice to the backend, ``host`` keeps SGLang's own GEMM, ``fp32``
+is ``auto`` without the rounding to bf16 that some models do to their logits; a design's name is that gate, without it too."""

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_router_ext.choose import Choice, choose
+from sglang_router_ext.choose import Choice, choose, in_force
 from sglang_router_ext.contract import Gpu, PlanForm, Problem
 from sglang_router_ext.designs import TABLE
 
@@ -52,7 +52,7 @@ def _choose(
 
 class Route:
     """One layer's router on one GPU. The choice depends on nothing but the row count and whether its experts take a plan, so
-    ranks and graph captures agree.
+    ranks and graph captures agree. ``problem`` has the logits of the model's own gate; what ``gate`` makes of them is in force.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Route:
         gate: str = "auto",
         unavailable: dict[str, str] | None = None,
     ) -> None:
-        self.problem = problem
+        self.problem, _ = in_force(problem, gate)
         self._choose = functools.partial(_choose, problem, gpu, backend, gate, tuple(sorted((unavailable or {}).items())))
 
     def choice(self, rows: int, *, plan: bool = True) -> Choice:

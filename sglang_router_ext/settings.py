@@ -23,7 +23,8 @@ SETTINGS = (
         "SGLANG_ROUTER_EXT_GATE",
         "auto",
         GATES,
-        "gate GEMM under any backend, stock ones included; host keeps SGLang's own",
+        "gate GEMM under any backend, stock ones included; host keeps SGLang's own; fp32: as auto, and a router whose model "
+        "rounds its logits to bf16 keeps them in fp32, as it does with a gate that is named",
     ),
 )
 

@@ -132,10 +132,10 @@ def hidden_states(model: dict, rows: int) -> torch.Tensor:
 
 def check_rows(layer: int, stock: Any, hooked: Any, hidden: torch.Tensor) -> RowCheck:
     """Route ``hidden`` [rows, hidden] through both layers and judge what comes out."""
-    from sglang_router_ext.plugin.layer import problem_of
+    from sglang_router_ext.plugin.problem import problem_of
 
     weight, bias = hooked.gate.weight, hooked.gate.e_score_correction_bias
-    problem = problem_of(weight, bias, hooked.topk.topk_config, hidden.dtype)
+    problem = problem_of(weight, hooked.topk.topk_config, hidden.dtype)
     truth = reference.route(problem, hidden, weight, bias)
 
     logits = hooked.gate(hidden)

@@ -1,6 +1,6 @@
 """From a selection to SGLang's expert kernels: the plan that came with the ids takes the place of count and sort.
 
-    topk.biased_grouped_topk   -> layer.take_plan    the ids that it returns carry the plan
+    what selects               -> handover.py        the ids that it returns carry the plan
     select_experts             -> selected           what it then wrote into the ids makes their plan void; ids that it made
                                                      anew to put fused shared experts behind them are the same ones
     _map_topk_ids_to_local_experts  -> follow_map    with expert parallelism: what global ids carry goes on with local ones
@@ -29,10 +29,11 @@ from sglang_router_ext.plugin.counters import HOST
 CARRIED = "_router_ext_blocks"
 """Attribute of an ids tensor: its :class:`Blocks`, or why they are void (str)."""
 HANDOVER = "_router_ext_handover"
-"""Attribute of a logits tensor: its Plan (see layer.py), until that is taken, or the reason (str) why it has none."""
+"""Attribute of a logits tensor: its Plan (see handover.py), until that is taken, or the reason (str) why it has none."""
 SPAN = "_router_ext_span"
 """Attribute of a map from global to local experts: its version, and what :func:`_span` read."""
 NO_BLOCKS = "ids of no design that plans, or made anew since"
+NOT_ASKED = "plan refused: SGLang selected by a function that is not hooked"
 PADDED, SIMULATED = "padded rows were masked in place", "the routing is simulated"
 NAMES = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
@@ -84,8 +85,11 @@ def selected(
     options |= {"num_token_non_padded": num_token_non_padded, "expert_location_dispatch_info": expert_location_dispatch_info}
     if torch.compiler.is_compiling():
         return original(hidden_states, router_logits, topk_config, **options)
-    made: torch.Tensor | None = getattr(getattr(router_logits, HANDOVER, None), "ids", None)
+    handed = getattr(router_logits, HANDOVER, None)
+    made: torch.Tensor | None = getattr(handed, "ids", None)
     output = original(hidden_states, router_logits, topk_config, **options)
+    if made is not None and getattr(router_logits, HANDOVER) is handed:
+        counters.count("selection", HOST, NOT_ASKED)
     ids = getattr(output, "topk_ids", None)
     if not isinstance(ids, torch.Tensor):
         return output

@@ -32,7 +32,8 @@ QUIET_S = 6.0
 LATEST_S = 120.0
 UNLINKED = (
     "no MoE layer is linked: this model's router is SGLang's own (linked are models built on DeepseekV2MoE: DeepSeek V2 to V4,"
-    " GLM-5.x, Kimi K2 and K2.5, Hunyuan V4; and GLM-4.5 to 4.7)"
+    " GLM-5.x, Kimi K2 and K2.5, Hunyuan V4; GLM-4.5 to 4.7; Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Mixtral, OLMoE,"
+    " GraniteMoE, SDAR, Step3, Hunyuan V1 and MiniMax-M2)"
 )
 
 

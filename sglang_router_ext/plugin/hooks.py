@@ -68,6 +68,38 @@ def _moe(module: str, block: str, gate: str, *, block_takes: tuple[str, ...], ga
     )
 
 
+def _linear(module: str, block: str, *takes: str) -> Hook:
+    """The hook of a MoE block whose ``gate`` is a ReplicatedLinear, which serves other layers too."""
+    return Hook(
+        target=f"sglang.srt.models.{module}.{block}.__init__",
+        kind="after",
+        where=SCHEDULER,
+        for_backend=False,
+        function="linear:link_moe",
+        parameters=("self", *takes),
+        why="links the gate to the selection that follows it, and replaces the forward of this one linear layer",
+        remove_when="the gate is a fused op with a slot for plugins",
+    )
+
+
+def _selection(name: str, function: str, *more: str) -> Hook:
+    """The hook of a function by which select_experts selects."""
+    return Hook(
+        target=f"sglang.srt.layers.moe.topk.{name}",
+        kind="around",
+        where=SCHEDULER,
+        for_backend=True,
+        function=f"handover:{function}",
+        parameters=("hidden_states", "gating_output", *more),
+        why="hands over the ids and weights made with the logits; all post-processing of select_experts stays SGLang's",
+        remove_when="select_experts accepts a precomputed selection and still post-processes it",
+    )
+
+
+_PADDING, _SCALE = "num_token_non_padded", ("routed_scaling_factor", "apply_routed_scaling_factor_on_output")
+_QWEN = ("layer_id", "config", "quant_config", "prefix")
+_MIXTRAL = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.server_args.ServerArgs.resolve_once",
@@ -98,6 +130,20 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_moe("glm4_moe", "Glm4MoeSparseMoeBlock", "Glm4MoeGate", block_takes=(), gate_takes=()),
     *_moe("glm4_moe_lite", "Glm4MoeLiteSparseMoeBlock", "Glm4MoeLiteGate", block_takes=("is_nextn",), gate_takes=()),
+    _linear("qwen3_moe", "Qwen3MoeSparseMoeBlock", *_QWEN),
+    _linear(
+        "qwen2_moe",
+        "Qwen2MoeSparseMoeBlock",
+        *("layer_id", "config", "quant_config", "alt_stream", "prefix", "is_nextn"),
+        *("support_shared_expert_fusion", "enable_cuda_shared_expert_fusion", "reduce_results"),
+    ),
+    _linear("sdar_moe", "SDARMoeSparseMoeBlock", *_QWEN),
+    _linear("step3_vl", "Step3TextMoEMLP", *_QWEN),
+    _linear("mixtral", "MixtralMoE", *_MIXTRAL, "layer_id", "params_dtype", "quant_config", "prefix"),
+    _linear("granitemoe", "GraniteMoeMoE", *_MIXTRAL, "layer_id", "params_dtype", "quant_config", "prefix", "reduce_results"),
+    _linear("olmoe", "OlmoeMoE", *_MIXTRAL, "params_dtype", "quant_config", "layer_id", "prefix"),
+    _linear("hunyuan", "HunYuanSparseMoeBlock", "config", "quant_config", "layer_id"),
+    _linear("minimax_m2", "MiniMaxM2MoE", "config", "layer_id", "quant_config", "prefix"),
     Hook(
         target="sglang.srt.models.deepseek_v2.DeepseekV2MoE._forward_shared_experts",
         kind="before",
@@ -108,28 +154,25 @@ HOOKS: tuple[Hook, ...] = (
         why="shared experts on a second stream crowd the start of the routed ones; they wait for the selection",
         remove_when="SGLang orders the two streams so that no GEMM of the shared experts runs when the routed ones start",
     ),
-    Hook(
-        # The alias, not biased_grouped_topk_gpu: select_experts calls it by this name, and the registry leaves other names
-        # inside the same module as they are.
-        target="sglang.srt.layers.moe.topk.biased_grouped_topk",
-        kind="around",
-        where=SCHEDULER,
-        for_backend=True,
-        function="layer:take_plan",
-        parameters=(
-            "hidden_states",
-            "gating_output",
-            "correction_bias",
-            "topk",
-            "renormalize",
-            "num_expert_group",
-            "topk_group",
-            "num_fused_shared_experts",
-            "routed_scaling_factor",
-            "apply_routed_scaling_factor_on_output",
-        ),
-        why="hands over the ids and weights made with the logits; all post-processing of select_experts stays SGLang's",
-        remove_when="select_experts accepts a precomputed selection and still post-processes it",
+    # The alias, not biased_grouped_topk_gpu: select_experts calls it by this name, and the registry leaves other names
+    # inside the same module as they are.
+    _selection(
+        "biased_grouped_topk",
+        "take_grouped",
+        *("correction_bias", "topk", "renormalize", "num_expert_group", "topk_group", "num_fused_shared_experts", *_SCALE),
+    ),
+    _selection(
+        "biased_topk_jit_kernel_impl",
+        "take_biased",
+        *("correction_bias", "topk", "renormalize", "scoring_func", "num_fused_shared_experts", "routed_scaling_factor"),
+        *(_PADDING, "expert_location_dispatch_info", "apply_routed_scaling_factor_on_output", "packed_out"),
+        *("sqrtsoftplus_log1p", "router_logits_partials", "num_shared_append"),
+    ),
+    _selection(
+        "fused_topk",
+        "take_softmax",
+        *("topk", "renormalize", "correction_bias", "scoring_func", *_SCALE, "num_fused_shared_experts"),
+        *("packed_out", _PADDING),
     ),
     Hook(
         target="sglang.srt.layers.moe.topk.select_experts",

@@ -18,7 +18,7 @@ import msgspec
 from sglang_router_ext import TESTED_SGLANG
 from sglang_router_ext.bench import machine
 from sglang_router_ext.contract import Gpu, expect
-from sglang_router_ext.designs import BACKENDS, TABLE, Design
+from sglang_router_ext.designs import BACKENDS, GATE_MODES, TABLE, Design
 from sglang_router_ext.plugin import hooks
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ API = (
     "sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch",
     "sglang.srt.layers.moe.moe_runner.base:FusedOpPool.get_fused_func",
     "sglang.srt.layers.moe.utils:RegisteredMoeRunnerBackend",
+    "sglang.srt.layers.moe.topk:_mask_topk_ids_padded_region",
+    "sglang.srt.layers.moe.topk:_zero_topk_weights_padded_region",
 )
 """What the plugin calls in SGLang, besides what it hooks."""
 
@@ -64,7 +66,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def named_gate(self) -> str | None:
-        return None if self.gate in ("auto", "host") else self.gate
+        return None if self.gate in GATE_MODES else self.gate
 
     @classmethod
     def of_options(cls, names: list[str | None], gate: str) -> Demand:

@@ -52,7 +52,7 @@ class OracleRoute(Route):
         plan = None
         if self.plans(len(hidden), plan=form is not None):
             plan = {} if form is None else reference.plan(self.problem, form, ids)
-        return Routed(logits.float(), ids, weights, plan)
+        return Routed((truth.read if choice.fused else logits).float(), ids, weights, plan)
 
     def select(
         self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None

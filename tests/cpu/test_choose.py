@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sglang_router_ext.choose import choose, reasons
+from sglang_router_ext.choose import ROUNDED, choose, in_force, reasons
 from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Gpu, Problem
 from sglang_router_ext.designs import BACKENDS, GATES, TABLE, Rows
 
@@ -194,3 +194,39 @@ def test_a_part_of_a_gpu_may_be_too_small() -> None:
     assert "16 multiprocessors: takes 32 or more" in reasons(TABLE["single"], GLM, 4, part)
     assert not any("multiprocessors" in reason for reason in reasons(TABLE["single"], GLM, 4, Gpu("NVIDIA H200", 90, 132)))
     assert not any("multiprocessors" in reason for reason in reasons(TABLE["pair"], GLM, 4, part))
+
+
+QWEN = Problem(experts=128, hidden=2048, topk=8, score="softmax", bias=False, logits_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("gate", "dtype", "chosen"),
+    [
+        ("auto", "bfloat16", "auto"),
+        ("host", "bfloat16", "host"),
+        ("fp32", "float32", "auto"),
+        ("small_rows", "float32", "small_rows"),
+    ],
+)
+def test_what_the_gate_setting_makes_of_rounded_logits(gate: str, dtype: str, chosen: str) -> None:
+    problem, choice = in_force(QWEN, gate)
+    assert (problem.logits_dtype, choice) == (dtype, chosen)
+    assert in_force(GLM, gate)[0] == GLM
+
+
+def test_selections_alone_do_not_follow_a_gate_that_rounds() -> None:
+    for gate, rows in (("host", 4), ("small_rows", 17)):
+        choice = choose(QWEN, rows, H200, backend="router_ext_pair", gate=gate)
+        assert (choice.gate, choice.selection) == ("host", "host")
+        assert choice.losers["warp_select"] == [ROUNDED]
+    assert names(QWEN, 4, gate="fp32") == names(QWEN, 4) == ("pair", "pair")
+    assert names(QWEN, 17, gate="fp32") == names(QWEN, 17) == ("cublas_gemm", "warp_select")
+    assert names(QWEN, 4, gate="small_rows") == ("small_rows", "warp_select")
+
+
+def test_no_gate_alone_is_measured_with_rounded_logits() -> None:
+    assert names(GLM, 7, backend="router_ext", unavailable={"pair": "x", "single": "x", "warp_select": "x"})[0] == "small_rows"
+    choice = choose(QWEN, 7, H200, backend="router_ext")
+    assert (choice.gate, choice.selection) == ("host", "host")
+    assert choice.losers["small_rows"] == ["bfloat16 logits: not measured on NVIDIA H200"]
+    assert choice.losers["single"] == ["softmax scores: not measured on NVIDIA H200"]

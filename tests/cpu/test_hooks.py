@@ -79,8 +79,10 @@ def test_a_gate_alone_leaves_selection_and_runner_untouched():
     targets = {hook.target for hook in hooks.needed(where=SCHEDULER, for_backend=False)}
     linked = ("deepseek_v2.DeepseekV2MoE", "glm4_moe.Glm4MoeSparseMoeBlock", "glm4_moe_lite.Glm4MoeLiteSparseMoeBlock")
     gates = ("deepseek_v2.MoEGate", "glm4_moe.Glm4MoeGate", "glm4_moe_lite.Glm4MoeLiteGate")
+    linear = {hook.target for hook in HOOKS if hook.function == "linear:link_moe"}
+    assert len(linear) == 9
     names = {f"{block}.__init__" for block in linked} | {f"{gate}.forward" for gate in gates}
-    assert targets == {f"sglang.srt.models.{name}" for name in names}
+    assert targets == {f"sglang.srt.models.{name}" for name in names} | linear
 
 
 def test_a_changed_signature_is_named(host):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import torch
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe import topk
 from sglang.srt.models import deepseek_v2, glm4_moe
 from sglang.srt.runtime_context import SpawnRanks, get_flags, publish, reset_context
@@ -15,7 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_router_ext import reference
 from sglang_router_ext.contract import Problem
-from sglang_router_ext.plugin import counters, layer, reference_mode
+from sglang_router_ext.plugin import counters, layer, linear, reference_mode
 
 EXPERTS, HIDDEN, TOPK, SCALE = 64, 256, 6, 2.5
 SHAPE = SimpleNamespace(
@@ -78,6 +79,32 @@ def build(backend="router_ext_pair", *, gate="auto", gpu="h200", bias_dtype=torc
     selection = topk.TopK(TOPK, **{**config, **options})
     layer.link(module, selection, reference_mode.request(backend, gate=gate, gpu=gpu))
     return module, selection
+
+
+def build_linear(backend="router_ext_pair", *, gate="auto", gpu="h200", dtype=torch.bfloat16, quant=None, **options):
+    """As ``build``, with a ReplicatedLinear and softmax scores, as Qwen3-MoE and Mixtral have them."""
+    torch.manual_seed(5)
+    module = ReplicatedLinear(HIDDEN, EXPERTS, bias=False, params_dtype=dtype, quant_config=quant)
+    module.weight.data.normal_(std=0.1)
+    config = {"layer_id": 3, "renormalize": True, "output_format": topk.TopKOutputFormat.STANDARD}
+    selection = topk.TopK(TOPK, **{**config, **options})
+    with reading(reference_mode.request(backend, gate=gate, gpu=gpu)):
+        linear.link_moe(None, SimpleNamespace(gate=module, topk=selection))
+    return module, selection
+
+
+@contextmanager
+def reading(request: layer.Request) -> Iterator[None]:
+    """Layers that are linked inside are asked for ``request``."""
+    before, layer.reader = layer.reader, lambda: request
+    yield
+    layer.reader = before
+
+
+def select_as_on_cuda(selection, hidden: torch.Tensor, logits: torch.Tensor, **options):
+    """As TopK.forward_cuda does; on a CPU, ``selection(...)`` takes SGLang's torch code for ungrouped routers."""
+    selection.topk_config.torch_native = False
+    return topk.select_experts(hidden, logits, selection.topk_config, layer_id=selection.layer_id, **options)
 
 
 def rows_of(count: int) -> torch.Tensor:

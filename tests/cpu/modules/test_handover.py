@@ -11,7 +11,7 @@ from sglang.srt.layers.moe import topk
 from sglang.srt.runtime_context import get_resources
 from sglang_layer import EXPERTS, HIDDEN, SCALE, TOPK, build, reasons, rows_of, truth_of
 
-from sglang_router_ext.plugin import layer
+from sglang_router_ext.plugin import handover
 
 
 def call_of(module, hidden, logits, **changes):
@@ -27,7 +27,7 @@ def call_of(module, hidden, logits, **changes):
         "routed_scaling_factor": SCALE,
         "apply_routed_scaling_factor_on_output": False,
     }
-    return {**call, **changes}
+    return call | changes
 
 
 def original(**call):
@@ -38,10 +38,10 @@ def test_a_plan_that_answers_the_question_is_taken_once():
     module, _ = build()
     hidden = rows_of(2)
     call = call_of(module, hidden, module(hidden))
-    weights, ids = layer.take_plan(original, **call)
+    weights, ids = handover.take_grouped(original, **call)
     assert torch.equal(ids.long(), truth_of(module, hidden).ids)
     assert weights.shape == ids.shape
-    assert layer.take_plan(original, **call) == original()
+    assert handover.take_grouped(original, **call) == original()
     assert reasons("selection") == ["plan refused: taken before"]
 
 
@@ -63,7 +63,7 @@ def test_a_plan_that_answers_the_question_is_taken_once():
 def test_a_plan_for_another_question_is_refused(changes, reason):
     module, _ = build()
     hidden = rows_of(2)
-    assert layer.take_plan(original, **call_of(module, hidden, module(hidden), **changes)) == original()
+    assert handover.take_grouped(original, **call_of(module, hidden, module(hidden), **changes)) == original()
     assert reasons("selection") == [f"plan refused: {reason}"]
 
 
@@ -72,7 +72,7 @@ def test_a_plan_is_refused_after_the_logits_changed():
     hidden = rows_of(2)
     logits = module(hidden)
     logits.uniform_(5, 10)  # what EPLB's "fake" dispatch does
-    assert layer.take_plan(original, **call_of(module, hidden, logits)) == original()
+    assert handover.take_grouped(original, **call_of(module, hidden, logits)) == original()
     assert reasons("selection") == ["plan refused: the logits were changed since"]
 
 
@@ -81,8 +81,8 @@ def test_logits_made_from_ours_carry_no_plan(change):
     """An adapter on the gate, a slice, a cast: the selection must see what SGLang made of the logits."""
     module, _ = build()
     hidden = rows_of(2)
-    assert layer.take_plan(original, **call_of(module, hidden, change(module(hidden)))) == original()
-    assert reasons("selection") == [layer.NO_PLAN]
+    assert handover.take_grouped(original, **call_of(module, hidden, change(module(hidden)))) == original()
+    assert reasons("selection") == [handover.NO_PLAN]
 
 
 def test_inference_mode_hides_changes_and_so_gets_no_plan():
@@ -90,7 +90,7 @@ def test_inference_mode_hides_changes_and_so_gets_no_plan():
     with torch.inference_mode():
         hidden = rows_of(2)
         logits = module(hidden)
-    assert layer.take_plan(original, **call_of(module, hidden, logits)) == original()
+    assert handover.take_grouped(original, **call_of(module, hidden, logits)) == original()
     assert "inference-mode" in reasons("selection")[0]
 
 
@@ -98,7 +98,27 @@ def test_a_parameter_that_is_not_known_raises():
     module, _ = build()
     hidden = rows_of(2)
     with pytest.raises(TypeError, match="input_ids"):
-        layer.take_plan(original, **call_of(module, hidden, module(hidden)), input_ids=None)
+        handover.take_grouped(original, **call_of(module, hidden, module(hidden)), input_ids=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scoring_func": "sigmoid"}, "score: asked sigmoid, planned sqrtsoftplus"),
+        ({"sqrtsoftplus_log1p": True}, "nan_first: asked True, planned False"),
+        ({"packed_out": torch.zeros(2, TOPK)}, "packed ids are asked for"),
+        ({"router_logits_partials": torch.zeros(2, EXPERTS)}, "the logits are partial sums"),
+        ({"correction_bias": None}, "another selection bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_plan_for_another_question_of_deepseek_v4_is_refused(changes, reason):
+    module, _ = build(use_grouped_topk=False, scoring_func="sqrtsoftplus")
+    hidden = rows_of(2)
+    call = call_of(module, hidden, module(hidden), **{"scoring_func": "sqrtsoftplus", "num_token_non_padded": None, **changes})
+    del call["num_expert_group"], call["topk_group"]
+    assert handover.take_biased(original, **call) == original()
+    assert reasons("selection") == [f"plan refused: {reason}"]
 
 
 def test_two_batches_between_gate_and_selection():

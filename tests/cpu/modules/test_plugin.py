@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.configs.shared_experts import SharedExpertsConfig
@@ -9,12 +11,12 @@ from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite
 from sglang.srt.runtime_context import get_exec, get_flags, get_model
-from sglang_layer import EXPERTS, HIDDEN, SCALE, SHAPE, TOPK, build, paths, reasons, rows_of, truth_of
+from sglang_layer import EXPERTS, HIDDEN, SCALE, SHAPE, TOPK, build, paths, reasons, rows_of, select_as_on_cuda, truth_of
 
 from sglang_router_ext import reference
 from sglang_router_ext.contract import Problem
 from sglang_router_ext.designs import TABLE
-from sglang_router_ext.plugin import hooks, layer, reference_mode, runner
+from sglang_router_ext.plugin import blocks, hooks, layer, problem, reference_mode, runner
 
 FUSED = TABLE["pair"].rows
 
@@ -184,11 +186,85 @@ def test_a_narrowed_bias_leaves_the_selection_to_sglang():
     assert "pair: bfloat16 bias: takes float32" in reasons("selection")[0]
 
 
-def test_a_selection_by_another_function_is_not_planned():
-    """DeepSeek V4 selects ungrouped: select_experts does not come by biased_grouped_topk."""
-    module, _ = build(use_grouped_topk=False)
-    module(rows_of(6))
+@pytest.mark.parametrize(
+    "options", [{"correction_bias": None}, {"use_grouped_topk": False, "scoring_func": "softmax"}], ids=["no bias", "softmax"]
+)
+def test_a_selection_by_another_function_is_not_planned(options):
+    module, _ = build(**options)
+    logits = module(rows_of(6))
     assert paths() == [("gate", "reference:small_rows")]
+    assert getattr(logits, blocks.HANDOVER) == problem.ELSEWHERE
+
+
+def build_v4(backend="router_ext_pair", **options):
+    """As DeepSeek V4 builds them: its groups are of its configuration, and of no selection."""
+    return build(
+        backend,
+        **{"use_grouped_topk": False, "scoring_func": "sqrtsoftplus", "num_expert_group": 8, "topk_group": 8, **options},
+    )
+
+
+@pytest.mark.parametrize("log1p", [False, True], ids=["v4", "v4.1"])
+@pytest.mark.parametrize("on_output", [True, False])
+@pytest.mark.parametrize(("rows", "gate", "selection"), [(3, "pair", "pair"), (FUSED.last + 1, "cublas_gemm", "warp_select")])
+def test_deepseek_v4s_modules_select_what_the_oracle_selects(log1p, on_output, rows, gate, selection):
+    module, select = build_v4(sqrtsoftplus_log1p=log1p, apply_routed_scaling_factor_on_output=on_output)
+    hidden = rows_of(rows)
+    hidden[0, 0] = torch.nan
+    output = select_as_on_cuda(select, hidden, module(hidden))
+    truth = truth_of(module, hidden, score="sqrtsoftplus", nan_first=log1p, scale=SCALE if on_output else 1.0)
+    assert torch.equal(output.topk_ids.long(), truth.ids)
+    torch.testing.assert_close(output.topk_weights, truth.weights.float())
+    assert paths() == [("gate", f"reference:{gate}"), ("selection", f"reference:{selection}")]
+
+
+def test_sglangs_torch_code_gives_the_same_sqrt_softplus_weights():
+    module, select = build_v4()
+    hidden = rows_of(9)
+    logits = module(hidden)
+    ours = select_as_on_cuda(select, hidden, logits)
+    bias = module.e_score_correction_bias
+    weights, ids = topk.fused_topk_torch_native(hidden, logits, TOPK, True, bias, "sqrtsoftplus")
+    order = ids.sort(1)
+    assert torch.equal(ours.topk_ids.long().sort(1).values, order.values)
+    mine = ours.topk_weights.gather(1, ours.topk_ids.long().sort(1).indices)
+    torch.testing.assert_close(mine, weights.gather(1, order.indices))
+
+
+def test_an_ungrouped_sigmoid_selection_is_handed_over():
+    module, select = build(use_grouped_topk=False)
+    hidden = rows_of(2)
+    output = select_as_on_cuda(select, hidden, module(hidden))
+    assert torch.equal(output.topk_ids.long(), truth_of(module, hidden).ids)
+    assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
+
+
+def test_padded_rows_of_sqrt_softplus_are_masked_where_sglangs_kernel_would_have(monkeypatch):
+    """On CUDA select_experts relies on the kernel for it."""
+    monkeypatch.setattr(topk, "_fused_gate_masks_padded_rows", lambda score: score == "sqrtsoftplus")
+    module, select = build_v4("router_ext_single")
+    hidden = rows_of(4)
+    output = select_as_on_cuda(select, hidden, module(hidden), num_token_non_padded=torch.tensor([3]))
+    truth = truth_of(module, hidden, score="sqrtsoftplus")
+    assert torch.equal(output.topk_ids[:3].long(), truth.ids[:3])
+    assert (output.topk_ids[3] == -1).all()
+    assert (output.topk_weights[3] == 0).all()
+    assert getattr(output.topk_ids, blocks.CARRIED) == blocks.PADDED
+
+
+def test_a_v4_block_is_linked():
+    shape = SimpleNamespace(
+        **{**vars(SHAPE), "scoring_func": "sqrtsoftplus", "n_group": 8, "topk_group": 8, "model_type": "deepseek_v41"}
+    )
+    get_flags().moe.runner_backend = runner.Family("router_ext_pair", MoeRunnerBackend.TRITON)
+    with reference_mode.reference_mode():
+        block = deepseek_v2.DeepseekV2MoE(shape, layer_id=1, is_deepseek_v4=True)
+    block.gate.weight.normal_(std=0.1)
+    block.gate.e_score_correction_bias.normal_(std=0.1)
+    hidden = rows_of(2)
+    block.gate(hidden)
+    asked = block.gate.__dict__[layer.LINK]._route.problem
+    assert (asked.score, asked.nan_first, asked.groups, asked.bias) == ("sqrtsoftplus", True, 1, True)
 
 
 @pytest.mark.parametrize(
