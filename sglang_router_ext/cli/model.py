@@ -9,14 +9,28 @@ import pathlib
 from typing import Any
 
 from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.choose import in_force
 from sglang_router_ext.contract import ContractError, Problem, expect
 
 FP32_GATES = ("glm4_moe", "glm4_moe_lite")
 """Model types whose gate weight is fp32 whatever their ``config.json`` says."""
 SOFTMAX_DEFAULT = ("deepseek_v2",)
 """Model types that route by softmax, without a bias, unless they say otherwise."""
+UNGROUPED = ("deepseek_v4", "deepseek_v41", "deepseek_v41_text")
+"""Model types that select by sqrt-softplus, and by no groups even where they name some; V4.1 ranks NaN first."""
 UNLINKED = ("kimi_k3", "kimi_linear")
 """Model types of the DeepSeek-V3 kind whose MoE modules the plugin does not link."""
+_QWEN, _MIXTRAL = ("num_experts", "num_experts_per_tok"), ("num_local_experts", "num_experts_per_tok")
+LINEAR = {
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text", "olmoe", "sdar_moe"), _QWEN
+    ),
+    **dict.fromkeys(("mixtral", "granitemoe", "minimax_m2"), _MIXTRAL),
+    "hunyuan_v1_moe": ("num_experts", "moe_topk"),
+    "step3_text": ("moe_num_experts", "moe_top_k"),
+}
+"""Model types whose gate is a linear layer -> fields of their experts and of the top-k. They route by softmax, without a bias,
+but for MiniMax-M2."""
 REQUIRED = ("n_routed_experts", "hidden_size", "num_experts_per_tok")
 GROUPS = ("n_group", "topk_group")
 
@@ -38,7 +52,7 @@ def read(model: str) -> tuple[Problem, str]:
 
     ``model``: a case name, a checkpoint's folder, or its ``config.json``.
     Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
-    configuration is not of the DeepSeek-V3 kind.
+    configuration is of no kind that is known here.
     """
     if model in CASES:
         return CASES[model].problem, CASES[model].stands_for
@@ -75,14 +89,15 @@ def _read(model: str) -> dict[str, Any]:
 def from_config(config: dict[str, Any]) -> Problem:
     """The problem of one layer from the fields of a Hugging Face configuration."""
     config = config.get("text_config") or config
+    if str(config.get("model_type")) in LINEAR:
+        return _linear(config)
     expect(
         any(field in config for field in ("n_routed_experts", "topk_method", "scoring_func")),
         "model",
         f"model_type {str(config.get('model_type'))[:40]}",
-        "a router of the DeepSeek-V3 kind (n_routed_experts); any other model runs SGLang's own router",
+        f"a router of the DeepSeek-V3 kind (n_routed_experts), {' | '.join(LINEAR)}; any other model runs SGLang's own router",
     )
-    for field in (*REQUIRED, *(field for field in GROUPS if config.get(field) is not None)):
-        expect(type(config.get(field)) is int, f"model: {field}", config.get(field), "an integer, as DeepSeek-V3's has")
+    _expect_integers(config, *REQUIRED, *(field for field in GROUPS if config.get(field) is not None))
     for field, type_, allowed in (
         ("model_type", str, "a name"),
         ("topk_method", str, "a name"),
@@ -90,16 +105,45 @@ def from_config(config: dict[str, Any]) -> Problem:
     ):
         expect(config.get(field) is None or type(config[field]) is type_, f"model: {field}", config.get(field), allowed)
     kind = config.get("model_type") or ""
-    softmax = kind in SOFTMAX_DEFAULT
+    softmax, ungrouped = kind in SOFTMAX_DEFAULT, kind in UNGROUPED
     fp32 = kind in FP32_GATES or config.get("router_fp32") is True
     return Problem(
         experts=config["n_routed_experts"],
         hidden=config["hidden_size"],
         topk=config["num_experts_per_tok"],
-        score=config.get("scoring_func") or ("softmax" if softmax else "sigmoid"),
+        score=config.get("scoring_func") or ("softmax" if softmax else "sqrtsoftplus" if ungrouped else "sigmoid"),
         bias=not softmax if config.get("topk_method") is None else config["topk_method"] == "noaux_tc",
-        groups=config.get("n_group") or 1,
-        groups_kept=config.get("topk_group") or 1,
+        groups=1 if ungrouped else config.get("n_group") or 1,
+        groups_kept=1 if ungrouped else config.get("topk_group") or 1,
         renormalize=bool(config.get("norm_topk_prob", True)),
+        nan_first=ungrouped and kind != "deepseek_v4",
         weight_dtype="float32" if fp32 else "bfloat16",
     )
+
+
+def _linear(config: dict[str, Any]) -> Problem:
+    """Of a model in :data:`LINEAR`."""
+    experts, topk = LINEAR[config["model_type"]]
+    _expect_integers(config, experts, topk, "hidden_size")
+    shape = {"experts": config[experts], "hidden": config["hidden_size"], "topk": config[topk]}
+    if config["model_type"] == "minimax_m2":  # its block casts the hidden states in front of the gate
+        bias = config.get("use_routing_bias") is True
+        return Problem(
+            **shape, score=config.get("scoring_func") or "sigmoid", bias=bias, hidden_dtype="float32", weight_dtype="float32"
+        )
+    renormalize = config.get("norm_topk_prob") is not False and config["model_type"] != "olmoe"
+    return Problem(**shape, score="softmax", bias=False, renormalize=renormalize, logits_dtype="bfloat16")
+
+
+def _expect_integers(config: dict[str, Any], *fields: str) -> None:
+    for field in fields:
+        expect(type(config.get(field)) is int, f"model: {field}", config.get(field), "an integer")
+
+
+def logits_of(problem: Problem, gate: str) -> str:
+    """What becomes of the logits of a model that rounds its own, with ``SGLANG_ROUTER_EXT_GATE`` = ``gate``; "" for others."""
+    if problem.logits_dtype == "float32":
+        return ""
+    if in_force(problem, gate)[0].logits_dtype == "float32":
+        return f"fp32, by SGLANG_ROUTER_EXT_GATE={gate}, where a gate of ours runs; the model's own gate rounds them to bf16"
+    return "bf16, as the model's own gate rounds them; SGLANG_ROUTER_EXT_GATE=fp32 keeps fp32"

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from sglang_router_ext import settings
-from sglang_router_ext.choose import Choice, choose
+from sglang_router_ext.choose import Choice, choose, in_force
 from sglang_router_ext.cli import model as models
 from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
@@ -153,16 +153,26 @@ def explain(
     listed = 0 if counts is None else len(counts)
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
     found = explain_rows(problem, where, ours, asked, counts, unavailable, plan=plan)
+    logits, shown = models.logits_of(problem, asked), in_force(problem, asked)[0]
     if as_json:
-        print_json(
-            {"problem": problem, "gpu": where, "backend": backend, "gate": asked, "plan": plan, "note": note, "rows": found}
-        )
+        about = {
+            "problem": shown,
+            "gpu": where,
+            "backend": backend,
+            "gate": asked,
+            "logits": logits,
+            "plan": plan,
+            "note": note,
+        }
+        print_json({**about, "rows": found})
         return
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
     planned = "taken by the experts" if plan else "not taken by the experts"
-    text = f"model    {problem}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}\nplan     {planned}"
+    text = f"model    {shown}\nGPU      {where}\nbackend  {backend}{stock}\ngate     {asked}\nplan     {planned}"
     out.print(text, markup=False)
+    if logits:
+        out.print(f"logits   {logits}", markup=False)
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
     if not read.enabled:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from sglang_router_ext import doctor
 from sglang_router_ext.bench import check, record, report
+from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.check import Outcome
 from sglang_router_ext.bench.clock import Timing
 from sglang_router_ext.bench.run import Line
@@ -113,10 +114,49 @@ def test_configurations_of_other_kinds() -> None:
     old = {**DEEPSEEK, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
     assert (from_config(old).score, from_config(old).bias) == ("softmax", False)
     assert from_config({"text_config": DEEPSEEK}).experts == 256
-    with pytest.raises(ContractError, match=r"^model: got model_type qwen3_moe, allowed: a router of the DeepSeek-V3 kind"):
-        from_config({"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8})
+    with pytest.raises(ContractError, match=r"^model: got model_type gpt_oss, allowed: a router of the DeepSeek-V3 kind"):
+        from_config({"model_type": "gpt_oss", "num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8})
     with pytest.raises(ContractError, match=r"^model: n_routed_experts: got None"):
         from_config({"topk_method": "noaux_tc", "hidden_size": 2048, "num_experts_per_tok": 8})
+
+
+QWEN = {"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048, "num_experts_per_tok": 8, "norm_topk_prob": True}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "hidden_size": 4096, "num_experts_per_tok": 2}
+MINIMAX = {**MIXTRAL, "model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True}
+V4 = {**DEEPSEEK, "model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "n_group": 8, "topk_group": 8}
+
+
+def test_configurations_with_a_linear_gate() -> None:
+    assert from_config(QWEN) == CASES["qwen3-30b-a3b"].problem
+    assert from_config({"text_config": {**QWEN, "model_type": "qwen3_vl_moe_text"}}) == from_config(QWEN)
+    assert from_config(MIXTRAL) == CASES["mixtral-8x7b"].problem
+    assert not from_config({**QWEN, "norm_topk_prob": False}).renormalize
+    assert not from_config({**QWEN, "model_type": "olmoe"}).renormalize
+    assert from_config(MINIMAX) == Problem(experts=8, hidden=4096, topk=2, hidden_dtype="float32", weight_dtype="float32")
+    with pytest.raises(ContractError, match=r"^model: num_experts: got None"):
+        from_config({**QWEN, "num_experts": None})
+
+
+def test_deepseek_v4_has_no_groups() -> None:
+    problem = from_config(V4)
+    assert (problem.score, problem.groups, problem.groups_kept, problem.nan_first) == ("sqrtsoftplus", 1, 1, False)
+    assert from_config({**V4, "model_type": "deepseek_v41"}).nan_first
+
+
+def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    arguments = ("explain", "--model", str(tmp_path), "--gpu", "h200")
+    shown = call_json(*arguments, "--rows", "4")
+    assert shown["problem"]["logits_dtype"] == "bfloat16"
+    assert shown["logits"] == "bf16, as the model's own gate rounds them; SGLANG_ROUTER_EXT_GATE=fp32 keeps fp32"
+    (row,) = shown["rows"]
+    assert row["choice"]["losers"]["single"][0] == "softmax scores: not measured on NVIDIA H200"
+    assert "logits   bf16" in call(*arguments).output
+    kept = call_json(*arguments, "--gate", "fp32", "--rows", "4,40", "--moe-runner-backend", "router_ext_single")
+    assert kept["problem"]["logits_dtype"] == "float32"
+    assert kept["logits"].startswith("fp32, by SGLANG_ROUTER_EXT_GATE=fp32")
+    assert [entry["choice"]["selection"] for entry in kept["rows"]] == ["single", "single"]
+    assert "logits  " not in call("explain", "--model", "kimi-k2", "--gpu", "h200").output
 
 
 @pytest.mark.parametrize(
@@ -219,12 +259,9 @@ def test_a_field_that_is_null_is_absent(field: str) -> None:
 
 
 def test_a_case_that_stands_for_a_model_says_what_that_has() -> None:
-    assert "sqrt-softplus" in call_json("explain", "--model", "deepseek-v4.1-flash", "--gpu", "h200")["note"]
-    assert "sqrt-softplus" in call("bench", "--recorded", "h200", "--case", "deepseek-v4.1-flash").output
-    assert (
-        "sqrt-softplus scores, which no selection of ours takes"
-        in call("explain", "--model", "deepseek-v4.1-flash", "--gpu", "h200").output
-    )
+    assert "8 groups" in call_json("explain", "--model", "deepseek-v3-ungrouped", "--gpu", "h200")["note"]
+    assert "8 groups" in call("bench", "--recorded", "h200", "--case", "deepseek-v3-ungrouped").output
+    assert "its selection alone is linked" in call("explain", "--model", "minimax-m2", "--gpu", "h200").output
 
 
 def test_a_broken_record_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
