@@ -96,7 +96,10 @@ def check_selection(
     expect(why is None, "groups", why, f"{row.group_experts or 'no'} experts a group, of a multiple of 128, for {design}")
     if logits is not None:
         check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
-    check_tensor("bias", bias, torch.float32, (problem.experts,), device)
+    if problem.bias or problem.score != "softmax":
+        check_tensor("bias", bias, torch.float32, (problem.experts,), device)
+    else:
+        expect(bias is None, "bias", describe(bias), f"None for {problem}")
     if num_token_non_padded is not None:
         expect(
             isinstance(num_token_non_padded, torch.Tensor)

@@ -139,7 +139,10 @@ def source_hash(sources: tuple[str, ...]) -> str:
 _SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
-_WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)
+_WARP_SELECT = (
+    *("selection/warp_select.cuh", "selection/groups.cuh", "selection/row.cuh", "selection/warp_select.py"),
+    *_DEVICE,
+)
 
 DESIGNS: tuple[Design, ...] = (
     Design(
