@@ -221,6 +221,18 @@ DESIGNS: tuple[Design, ...] = (
         sources=("gate/cublas_gemm.py",),
     ),
     Design(
+        name="split_gemm",
+        stages=("gate",),
+        target="gate.split_gemm:split_gemm",
+        what="an fp32 weight split into three bf16 at every call, cuBLAS on these, their sums added; any shape",
+        weight_dtypes=("float32",),
+        measured_dtypes=("float32",),
+        numerics=Numerics.LOGIT_BOUND,
+        chain=4,
+        row_stable=False,
+        sources=("gate/split_gemm.py",),
+    ),
+    Design(
         name="naive",
         stages=("gate",),
         target="gate.naive:naive",
@@ -302,12 +314,12 @@ BACKENDS = {
         Backend(
             "router_ext_pair",
             "the fused pair: a gate GEMM and one selection kernel; past 16 rows cuBLAS's GEMM and that kernel",
-            ("pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
+            ("pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
         ),
         Backend(
             "router_ext_single",
             "one launch for gate, selection and the experts' plan; past 128 rows cuBLAS's GEMM and the pair's selection",
-            ("single", "pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
+            ("single", "pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
         ),
     )
 }
