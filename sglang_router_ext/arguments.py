@@ -52,10 +52,15 @@ def check_cuda(name: str, tensor: object) -> None:
     expect(tensor.device.index == current, name, describe(tensor), f"a tensor on the current device, cuda:{current}")
 
 
-def check_gate(design: str, hidden: torch.Tensor, weight: torch.Tensor, problem: Problem | None = None) -> None:
-    """``hidden`` [rows, hidden] and ``weight`` [experts, hidden] fit the contract, the row of ``design``, and ``problem``."""
+def check_gate(
+    design: str, hidden: torch.Tensor, weight: torch.Tensor, problem: Problem | None = None, *, interpreted: bool = False
+) -> None:
+    """``hidden`` [rows, hidden] and ``weight`` [experts, hidden] fit the contract, the row of ``design``, and ``problem``.
+    ``interpreted``: by Triton's interpreter, which takes CPU tensors.
+    """
     row = TABLE[design]
-    check_cuda("hidden", hidden)
+    if not interpreted:
+        check_cuda("hidden", hidden)
     check_tensor("hidden", hidden, torch.bfloat16, (None, None), hidden.device)
     allowed = [getattr(torch, name) for name in row.weight_dtypes]
     dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in allowed else allowed[0]
@@ -96,7 +101,10 @@ def check_selection(
     expect(why is None, "groups", why, f"{row.group_experts or 'no'} experts a group, of a multiple of 128, for {design}")
     if logits is not None:
         check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
-    check_tensor("bias", bias, torch.float32, (problem.experts,), device)
+    if problem.bias or problem.score != "softmax":
+        check_tensor("bias", bias, torch.float32, (problem.experts,), device)
+    else:
+        expect(bias is None, "bias", describe(bias), f"None for {problem}")
     if num_token_non_padded is not None:
         expect(
             isinstance(num_token_non_padded, torch.Tensor)

@@ -246,14 +246,14 @@ def instances(problem: Problem) -> dict[str, set[str]]:
     from sglang_router_ext.gate import small_rows
     from sglang_router_ext.selection import warp_select
 
-    vector, wide, grouped = problem.experts % 4 == 0, problem.weight_dtype == "float32", problem.groups > 1
+    vector, wide = problem.experts % 4 == 0, problem.weight_dtype == "float32"
     found = {small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)}}
     if problem.score in TABLE["warp_select"].scores:
         kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
         found |= {
-            single.HEADER: {single.instance(problem.experts, problem.hidden, vector, kind, wide, grouped) for kind in kinds},
-            pair.HEADER: {pair.instance(problem.experts, problem.hidden, vector, wide, grouped)},
-            warp_select.HEADER: {warp_select.instance(problem.experts, vector, grouped)},
+            single.HEADER: {single.instance(problem, vector, kind) for kind in kinds},
+            pair.HEADER: {pair.instance(problem, vector)},
+            warp_select.HEADER: {warp_select.instance(problem, vector)},
         }
     return found
 

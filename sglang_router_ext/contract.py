@@ -44,6 +44,8 @@ NAN_KEY = -1e30
 DROPPED_KEY = float("-inf")
 """Of an expert whose group is not kept. It is never taken: the kept groups have topk experts or more."""
 MIN_SCORE = 2.0**-126
+MOST_SQRT_SOFTPLUS = 2.0**64
+"""Of an infinite logit, so that weights stay finite: the root of the largest float32."""
 PAD_ID = -1
 
 SCORES = ("sigmoid", "softmax", "sqrtsoftplus")

@@ -139,7 +139,10 @@ def source_hash(sources: tuple[str, ...]) -> str:
 _SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
-_WARP_SELECT = ("selection/warp_select.cuh", "selection/warp_select.py", *_DEVICE)
+_WARP_SELECT = (
+    *("selection/warp_select.cuh", "selection/groups.cuh", "selection/row.cuh", "selection/warp_select.py"),
+    *_DEVICE,
+)
 
 DESIGNS: tuple[Design, ...] = (
     Design(
@@ -216,6 +219,18 @@ DESIGNS: tuple[Design, ...] = (
         chain=4,
         row_stable=False,
         sources=("gate/cublas_gemm.py",),
+    ),
+    Design(
+        name="split_gemm",
+        stages=("gate",),
+        target="gate.split_gemm:split_gemm",
+        what="an fp32 weight split into three bf16 at every call, cuBLAS on these, their sums added; any shape",
+        weight_dtypes=("float32",),
+        measured_dtypes=("float32",),
+        numerics=Numerics.LOGIT_BOUND,
+        chain=4,
+        row_stable=False,
+        sources=("gate/split_gemm.py",),
     ),
     Design(
         name="naive",
@@ -299,12 +314,12 @@ BACKENDS = {
         Backend(
             "router_ext_pair",
             "the fused pair: a gate GEMM and one selection kernel; past 16 rows cuBLAS's GEMM and that kernel",
-            ("pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
+            ("pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
         ),
         Backend(
             "router_ext_single",
             "one launch for gate, selection and the experts' plan; past 128 rows cuBLAS's GEMM and the pair's selection",
-            ("single", "pair", "small_rows", "cublas_gemm", "warp_select", "triton_select"),
+            ("single", "pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
         ),
     )
 }

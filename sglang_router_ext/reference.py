@@ -11,7 +11,16 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from sglang_router_ext.contract import DROPPED_KEY, MIN_SCORE, NAN_KEY, PAD_ID, PlanForm, Problem, expect
+from sglang_router_ext.contract import (
+    DROPPED_KEY,
+    MIN_SCORE,
+    MOST_SQRT_SOFTPLUS,
+    NAN_KEY,
+    PAD_ID,
+    PlanForm,
+    Problem,
+    expect,
+)
 
 
 class Truth(NamedTuple):
@@ -68,7 +77,7 @@ def score(problem: Problem, logits: torch.Tensor, bias: torch.Tensor | None) -> 
     if problem.score == "sqrtsoftplus":
         scores = torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs())))
         # exp overflows nowhere, and its square root is exact where log1p is its argument
-        scores = torch.where(logits < -40, torch.exp(logits / 2), scores)
+        scores = torch.where(logits < -40, torch.exp(logits / 2), scores).clamp(max=MOST_SQRT_SOFTPLUS)
     scores = torch.where(scores < MIN_SCORE, 0.0, scores)
     return scores, scores + add
 

@@ -233,6 +233,8 @@ class BadInput(NamedTuple):
     argument: str
     change: Callable[[Inputs], Inputs]
     vectors_only: bool = False
+    unless: str = ""
+    """A type of the gate weight, of designs that take this."""
 
 
 def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,6 +254,8 @@ BAD_INPUTS = (
     BadInput("hidden on the CPU", "hidden", lambda i: i._replace(hidden=i.hidden.cpu())),
     BadInput("hidden misaligned", "hidden", lambda i: i._replace(hidden=_misaligned(i.hidden)), vectors_only=True),
     BadInput("weight fp16", "weight", lambda i: i._replace(weight=i.weight.half())),
+    BadInput("weight bf16", "weight", lambda i: i._replace(weight=i.weight.bfloat16()), unless="bfloat16"),
+    BadInput("weight fp32", "weight", lambda i: i._replace(weight=i.weight.float()), unless="float32"),
     BadInput("weight too narrow", "weight", lambda i: i._replace(weight=i.weight[:, :-8])),
     BadInput("weight column-major", "weight", lambda i: i._replace(weight=_column_major(i.weight))),
     BadInput("weight on the CPU", "weight", lambda i: i._replace(weight=i.weight.cpu())),
@@ -274,20 +278,23 @@ BAD_INPUTS = (
 def run_bad_inputs(
     designs: Sequence[Design], case: str, problem: Problem, gpu: Gpu | None, device: torch.device | str
 ) -> Iterator[Outcome]:
-    """Every design on every :data:`BAD_INPUTS` that it reads: it must raise ContractError naming the argument."""
+    """Every design on every :data:`BAD_INPUTS` that it reads: it must raise ContractError naming the argument. The gate weight
+    of ``problem`` is of a type that the design takes.
+    """
     rows = 4
-    inputs = inputs_of(Check(case=case, problem=problem, rows=rows), device=device)
     on_gpu = torch.device(device).type == "cuda"
     for design in designs:
-        if reasons(design, problem, rows, gpu):
+        mine = msgspec.structs.replace(problem, weight_dtype=design.weight_dtypes[0])
+        if reasons(design, mine, rows, gpu):
             continue
+        inputs = inputs_of(Check(case=case, problem=mine, rows=rows), device=device)
         reads = {"hidden", "weight"} if "gate" in design.stages else {"logits"}
         reads |= {"bias", "num_token_non_padded"} if "selection" in design.stages else set()
         for bad in BAD_INPUTS:
             skip = (bad.vectors_only and design.hidden_multiple == 1) or ("CPU" in bad.name and not on_gpu)
-            if bad.argument not in reads or skip:
+            if bad.argument not in reads or bad.unless in design.weight_dtypes or skip:
                 continue
-            yield Outcome(case, f"{case} bad input: {bad.name}", design.name, [], _refusal(design, problem, inputs, bad))
+            yield Outcome(case, f"{case} bad input: {bad.name}", design.name, [], _refusal(design, mine, inputs, bad))
 
 
 def _refusal(design: Design, problem: Problem, inputs: Inputs, bad: BadInput) -> list[str]:

@@ -39,14 +39,14 @@ FULL_CASES = (
     "kimi-k2",
     "glm-4.6-bf16",
     "glm-4.6",
-    "glm-4.5-air-bf16",
+    "glm-4.5-air",
+    "minimax-m2",
     "qwen3-30b-a3b",
 )
 """Cases that every row count and kind is checked on."""
 SHORT_CASES = (
     "glm-5.3-flash-shared",
-    "glm-4.5-air",
-    "minimax-m2",
+    "glm-4.5-air-bf16",
     "deepseek-v3",
     "deepseek-v4",
     "qwen3-235b-a22b",
@@ -55,6 +55,7 @@ SHORT_CASES = (
 """Cases in a shape that stands above already, or that only some designs take."""
 MODEL_ROWS = (*range(1, 19), 24, 31, 32, 33, 48, 63, 64)
 KIND_ROWS = (1, 7, 16, 33, 130)
+LARGE_CASES = ("glm-5.3-flash", "glm-4.6")
 LARGE_ROWS = (257, 1024, 8192)
 ODD = "odd sizes"
 ODD_ROWS = (1, 7, 16, 17, 131)
@@ -72,8 +73,8 @@ def model_checks() -> Iterator[Check]:
         yield from (Check(case=name, problem=problem, rows=rows) for rows in MODEL_ROWS)
         special = (kind for kind in KINDS if kind != "random")
         yield from (Check(case=name, problem=problem, rows=rows, kind=kind) for kind in special for rows in KIND_ROWS)
-    for name, counts in ((FULL_CASES[0], LARGE_ROWS), *((name, KIND_ROWS) for name in SHORT_CASES)):
-        yield from (Check(case=name, problem=CASES[name].problem, rows=rows) for rows in counts)
+    for names, counts in ((LARGE_CASES, LARGE_ROWS), (SHORT_CASES, KIND_ROWS)):
+        yield from (Check(case=name, problem=CASES[name].problem, rows=rows) for name in names for rows in counts)
 
 
 def odd_checks() -> Iterator[Check]:
@@ -90,6 +91,10 @@ def odd_checks() -> Iterator[Check]:
     problems.append(Problem(experts=60, hidden=40, topk=8, scale=1000.0))
     problems += [
         Problem(experts=60, hidden=40, topk=topk, shared=shared, scale=2.5) for topk, shared in ((6, 2), (8, 1), (31, 1))
+    ]
+    problems += [
+        Problem(experts=experts, hidden=hidden, topk=2, weight_dtype="float32")
+        for experts, hidden in ((5, 8), (33, 1100), (60, 2880), (257, 7176))
     ]
     softmax: dict[str, Any] = {"score": "softmax", "scale": 2.5}
     problems += [

@@ -72,38 +72,59 @@ def _require(condition: bool, reason: str) -> None:
         raise Missing(reason)
 
 
+def _bias(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+    return inputs.bias if problem.bias else None
+
+
+def _logits_dtype(problem: Problem) -> torch.dtype:
+    return getattr(torch, problem.logits_dtype)
+
+
 # PyTorch
 
 
-def _torch_selection(problem: Problem, logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.sigmoid(logits)
-    ids = torch.topk(scores + bias, problem.topk, dim=-1, sorted=False).indices
+def _torch_selection(problem: Problem, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.float()
+    if problem.score == "softmax":
+        scores, keys = torch.softmax(logits, -1), logits
+    else:
+        scores = torch.nn.functional.softplus(logits).sqrt() if problem.score == "sqrtsoftplus" else torch.sigmoid(logits)
+        keys = scores if bias is None else scores + bias
+    ids = torch.topk(keys, problem.topk, dim=-1, sorted=False).indices
     weights = scores.gather(1, ids)
-    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if problem.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * problem.scale if problem.scale != 1.0 else weights
 
 
-def _ungrouped(problem: Problem) -> None:
+def _plain(problem: Problem) -> None:
+    """What the five lines of PyTorch are written for."""
     _require(problem.groups == 1, f"{problem.groups} expert groups: the five lines of PyTorch know none")
+    _require(problem.shared == 0, f"{problem.shared} shared slots: the five lines of PyTorch know none")
+    inside = problem.score == "softmax" and (problem.bias or problem.softcap > 0)
+    _require(not inside, "a bias or softcap inside the softmax: the five lines of PyTorch know none")
 
 
 def _naive(problem: Problem, inputs: Inputs) -> Call:
-    _ungrouped(problem)
-    weight = inputs.weight.float()
+    _plain(problem)
+    weight, bias = inputs.weight.float(), _bias(problem, inputs)
 
     def call() -> Result:
-        logits = inputs.hidden.float() @ weight.t()
-        return Result(logits, *_torch_selection(problem, logits, inputs.bias))
+        logits = (inputs.hidden.float() @ weight.t()).to(_logits_dtype(problem))
+        return Result(logits, *_torch_selection(problem, logits, bias))
 
     return call
 
 
 def _torch_bf16(problem: Problem, inputs: Inputs) -> Call:
-    _ungrouped(problem)
+    _plain(problem)
     _require(problem.weight_dtype == "bfloat16", f"{problem.weight_dtype} gate weight: takes bfloat16")
+    bias = _bias(problem, inputs)
+    rounds, weight = problem.logits_dtype == "bfloat16", inputs.weight.t()
 
     def call() -> Result:
-        logits = torch.mm(inputs.hidden, inputs.weight.t(), out_dtype=torch.float32)
-        return Result(logits, *_torch_selection(problem, logits, inputs.bias))
+        logits = torch.mm(inputs.hidden, weight) if rounds else torch.mm(inputs.hidden, weight, out_dtype=torch.float32)
+        return Result(logits, *_torch_selection(problem, logits, bias))
 
     return call
 
@@ -112,7 +133,12 @@ def _torch_bf16(problem: Problem, inputs: Inputs) -> Call:
 
 
 def _sglang_gate(problem: Problem, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """MoEGate's choice: fp32 weights through F.linear, the tiny GEMM up to 16 rows, linear_bf16_fp32 above."""
+    """ReplicatedLinear's GEMM where logits are bf16; else MoEGate's choice: fp32 weights through F.linear, the tiny GEMM up to
+    16 rows, linear_bf16_fp32 above.
+    """
+    if problem.logits_dtype == "bfloat16":
+        _require(problem.weight_dtype == "bfloat16", f"{problem}: SGLang has bf16 logits of bf16 gate weights only")
+        return lambda: torch.nn.functional.linear(inputs.hidden, inputs.weight)
     if problem.weight_dtype == "float32":
         return lambda: torch.nn.functional.linear(inputs.hidden.float(), inputs.weight)
     tiny = "sglang.kernels.ops.gemm.tiny_gemm"
@@ -131,7 +157,8 @@ def _flashinfer_topk_takes(problem: Problem) -> bool:
     per_group = problem.experts // problem.groups
     grouped_fits = per_group <= 32 and per_group * problem.groups_kept <= 128
     return (
-        problem.renormalize
+        problem.score == "sigmoid"
+        and problem.renormalize
         and problem.experts & (problem.experts - 1) == 0
         and problem.topk <= 8
         and problem.groups_kept * problem.groups >= problem.topk
@@ -139,15 +166,28 @@ def _flashinfer_topk_takes(problem: Problem) -> bool:
     )
 
 
+def _sglang_takes(problem: Problem) -> None:
+    """Raise :class:`Missing` where select_experts has no way to this selection, or one that is not timed here."""
+    _require(problem.shared == 0, f"{problem.shared} shared slots: timed without")
+    if problem.score == "sigmoid":
+        _require(problem.bias, "no selection bias: timed with one where scores are sigmoids")
+        return
+    _require(problem.groups == 1, f"{problem.groups} expert groups: SGLang selects by groups from sigmoid scores only")
+    if problem.score == "softmax":
+        _require(not problem.bias, "a bias: SGLang's softmax selection reads none")
+        _require(problem.softcap == 0, f"softcap {problem.softcap:g}: SGLang's softmax selection has none")
+    else:
+        _require(problem.bias, "no selection bias: SGLang's sqrt-softplus selection wants one")
+
+
 def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What biased_grouped_topk_gpu runs for the layer: FlashInfer's kernel for DeepSeek-V3's groups, else moe_fused_gate."""
-    _require(
-        problem.score == "sigmoid" and problem.bias and problem.shared == 0, f"{problem}: sigmoid routers with a bias only"
-    )
+    """What select_experts runs for the layer: FlashInfer's kernel for DeepSeek-V3's groups, else moe_fused_gate."""
+    _sglang_takes(problem)
     if _flashinfer_topk_takes(problem) and importlib.util.find_spec("flashinfer") is not None:
         fused = _import("flashinfer.fused_moe", "fused_topk_deepseek")
 
         def flashinfer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = logits.float()
             weights = logits.new_empty((len(logits), problem.topk))
             ids = torch.empty((len(logits), problem.topk), dtype=torch.int32, device=logits.device)
             groups = (problem.groups, problem.groups_kept, problem.topk)
@@ -156,19 +196,20 @@ def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tenso
 
         return flashinfer
     gate = _import("sglang.kernels.ops.moe.moe_fused_gate", "moe_fused_gate")
+    options: dict[str, Any] = {"scoring_func": problem.score, "renormalize": problem.renormalize}
+    scaled = problem.scale != 1.0
+    if problem.score != "softmax":
+        options |= {"routed_scaling_factor": problem.scale, "apply_routed_scaling_factor_on_output": scaled}
+    if problem.score == "sigmoid":
+        options |= {"num_expert_group": problem.groups, "topk_group": problem.groups_kept}
+    if problem.score == "sqrtsoftplus":
+        options["sqrtsoftplus_log1p"] = problem.nan_first
+    bias = _bias(problem, inputs)
 
     def triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = gate(
-            logits,
-            inputs.bias,
-            topk=problem.topk,
-            scoring_func="sigmoid",
-            renormalize=problem.renormalize,
-            routed_scaling_factor=problem.scale,
-            apply_routed_scaling_factor_on_output=problem.scale != 1.0,
-            num_expert_group=problem.groups,
-            topk_group=problem.groups_kept,
-        )
+        weights, ids = gate(logits, bias, topk=problem.topk, **options)
+        if problem.score == "softmax" and scaled:
+            weights *= problem.scale  # fused_topk knows no factor, so select_experts multiplies
         return ids, weights
 
     return triton
@@ -217,8 +258,8 @@ def _sglang_gemm(problem: Problem, inputs: Inputs) -> Call:
 
 
 def _sglang_topk(problem: Problem, inputs: Inputs) -> Call:
-    select = _sglang_selection(problem, inputs)
-    return lambda: Result(None, *select(inputs.logits))
+    select, logits = _sglang_selection(problem, inputs), inputs.logits.to(_logits_dtype(problem))
+    return lambda: Result(None, *select(logits))
 
 
 def _sglang_pair(problem: Problem, inputs: Inputs) -> Call:
@@ -290,7 +331,8 @@ def _judge_result(stages: Stages, numerics: Numerics = Numerics.NEAR_TIE) -> Jud
 
     def judge(result: Result, truth: Truth, problem: Problem) -> list[str]:
         ids = None if result.ids is None else result.ids.int()
-        return compare(result._replace(ids=ids), truth, problem, standard)
+        logits = None if result.logits is None else result.logits.float()
+        return compare(result._replace(logits=logits, ids=ids), truth, problem, standard)
 
     return judge
 

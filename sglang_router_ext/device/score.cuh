@@ -4,6 +4,7 @@
 namespace rx {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kMostSqrtSoftplus = 0x1p64f;  // of an infinite logit, so that weights stay finite
 
 // 1 / x, relative error below 2^-23; infinity for 0 and for what is below 2^-126.
 __device__ __forceinline__ float reciprocal(float x) {
@@ -20,19 +21,53 @@ __device__ __forceinline__ float sigmoid_to_rank(float logit) {
   return score;
 }
 
-// 1 / (1 + exp(-logit)) to weigh with: relative error below 4 * 2^-23; 0 where that is below 2^-126 and for NaN.
-// The product with log2(e) is carried to twice fp32: its rounding alone would grow to 2^-20 of the score at logit -18.
-__device__ __forceinline__ float sigmoid_to_weigh(float logit) {
+// exp(x) for x <= 88: relative error below 2 * 2^-23; 0 below -88 and for NaN. The product with log2(e) is carried to twice
+// fp32: its rounding alone would grow to 2^-20 at -18.
+__device__ __forceinline__ float exp_of(float x) {
   constexpr float kLog2eLow = 1.925963033e-8f, kLn2 = 0.6931471805599453f;
-  const float x = fminf(fmaxf(logit, -88.0f), 88.0f);
-  const float high = -x * kLog2e;
-  const float low = fmaf(-x, kLog2e, -high) - x * kLog2eLow;
-  float power, score;
+  x = fmaxf(x, -88.0f);
+  const float high = x * kLog2e;
+  const float low = fmaf(x, kLog2e, -high) + x * kLog2eLow;
+  float power;
   // Volatile: under way before the rank is known, not after.
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(high));
-  power = fmaf(power, low * kLn2, power);
-  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(score) : "f"(1.0f + power));  // ftz takes what is below 2^-126 to 0
+  return fmaf(power, low * kLn2, power);
+}
+
+// 1 / (1 + exp(-logit)) to weigh with: relative error below 4 * 2^-23; 0 where that is below 2^-126 and for NaN.
+__device__ __forceinline__ float sigmoid_to_weigh(float logit) {
+  const float score = reciprocal(1.0f + exp_of(-fmaxf(logit, -88.0f)));  // ftz takes what is below 2^-126 to 0
   return logit == logit ? score : 0.0f;
+}
+
+// sqrt(log(1 + exp(logit))): relative error below 4 * 2^-23; 0 where that is below 2^-126. NaN stays NaN. With h = exp(-|logit|
+// / 2) it is h * sqrt(log1p(h^2) / h^2) below 0, which keeps its digits where exp(logit) has none. log1p is twice the series of
+// atanh(h^2 / (2 + h^2)), whose argument is a third at most.
+__device__ __forceinline__ float sqrt_softplus(float logit) {
+  const float h = exp_of(-0.5f * fabsf(logit)), z = h * h;
+  const float inverse = reciprocal(2.0f + z), s = z * inverse, t = s * s;
+  float series = fmaf(t, 1.0f / 13, 1.0f / 11);
+  series = fmaf(t, series, 1.0f / 9);
+  series = fmaf(t, series, 1.0f / 7);
+  series = fmaf(t, series, 1.0f / 5);
+  series = fmaf(t, series, 1.0f / 3);
+  const float ratio = 2.0f * inverse * fmaf(t, series, 1.0f);  // log1p(z) / z
+  const float under = logit < 0.0f ? ratio : fmaf(z, ratio, logit);
+  float root;
+  asm volatile("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(under));
+  return logit < 0.0f ? h * root : root > kMostSqrtSoftplus ? kMostSqrtSoftplus : root;
+}
+
+// softcap * tanh(logit / softcap): absolute error below 4 * 2^-23 of the softcap.
+__device__ __forceinline__ float capped(float logit, float softcap) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(logit * (2.0f * kLog2e / softcap)));
+  return softcap * fmaf(-2.0f, reciprocal(1.0f + power), 1.0f);
+}
+
+// What a softmax key weighs beside the largest of its row, before the sum is known; 0 for NaN.
+__device__ __forceinline__ float softmax_part(float key, float largest) {
+  return key == largest ? 1.0f : exp_of(key - largest);
 }
 
 }  // namespace rx

@@ -18,11 +18,12 @@ template <
     int kSlices,
     int kGroups,
     bool kVector,
-    bool kGrouped>
+    bool kGrouped,
+    Score kScore>
 struct Pair {
-  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, bias [experts] fp32, num_token_non_padded [1] int32 or
-  // empty; written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32,
-  // weights [rows, slots] fp32; slots is topk and the shared experts
+  // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, bias [experts] fp32 or empty, num_token_non_padded [1]
+  // int32 or empty; written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots]
+  // int32, weights [rows, slots] fp32; slots is topk and the shared experts
   static void run(
       TensorView hidden,
       TensorView weight,
@@ -32,11 +33,15 @@ struct Pair {
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      int64_t experts,
       int64_t topk,
       double scale,
       double shared_weight,
       bool renormalize,
-      int64_t groups_kept) {
+      int64_t groups_kept,
+      double softcap,
+      bool nan_first,
+      bool rounded) {
     const cudaStream_t stream = stream_of(hidden);
     SmallRowsParams gate = small_rows_params(hidden, weight);
     gate.out = static_cast<float*>(sums.data_ptr());
@@ -44,12 +49,16 @@ struct Pair {
     gate.slice_stride = 128 * kGroups;
     launch_small_rows<kWarps, kTiles, kDepth, kExact, kHalved, kWide, false>(gate, kSlices, stream);
 
-    WarpSelectParams select =
-        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
+    WarpSelectParams select = warp_select_params(
+        bias,
+        ids,
+        weights,
+        num_token_non_padded,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
     select.logits = gate.out;
     select.row_stride = gate.out_stride;
     select.logits_out = static_cast<float*>(logits.data_ptr());
-    launch_warp_select<kGroups, kSlices, kVector, kGrouped>(select, stream);
+    launch_warp_select<kGroups, kSlices, kVector, kGrouped, kScore>(select, stream);
   }
 };
 

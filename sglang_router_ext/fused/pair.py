@@ -13,32 +13,31 @@ from sglang_router_ext.selection.warp_select import groups, outputs, scalars, te
 HEADER = "fused/pair.cuh"
 
 
-def instance(experts: int, hidden: int, vector: bool, wide: bool = False, grouped: bool = False) -> str:
-    """The C++ instance that serves a shape."""
-    split = config(experts, hidden, wide)
-    return f"Pair<{split.template}, {split.slices}, {template(experts, vector, grouped)}>"
+def instance(problem: Problem, vector: bool) -> str:
+    """The C++ instance that serves ``problem``."""
+    split = config(problem.experts, problem.hidden, problem.weight_dtype == "float32")
+    return f"Pair<{split.template}, {split.slices}, {template(problem, vector)}>"
 
 
 def pair(
     problem: Problem,
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 ->
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 or None ->
     logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32.
     """
     check_gate("pair", hidden, weight, problem)
     check_selection("pair", problem, None, bias, num_token_non_padded, hidden.device)
     rows, experts, device = len(hidden), problem.experts, hidden.device
-    wide = weight.dtype == torch.float32
-    split = config(experts, problem.hidden, wide)
+    split = config(experts, problem.hidden, problem.weight_dtype == "float32")
     sums = torch.empty((rows, split.slices, 128 * groups(experts)), dtype=torch.float32, device=device)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), wide, problem.groups > 1))
-    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, *scalars(problem))
+    module = build.load(HEADER, instance(problem, vectorised(experts, bias)))
+    module.run(hidden, weight, ids[:0] if bias is None else bias, sums, logits, ids, weights, padding, *scalars(problem))
     return logits, ids, weights

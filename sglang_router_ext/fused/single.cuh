@@ -28,7 +28,7 @@ namespace rx {
 
 template <int kTeams, int kTeam, int kTopk, int kExperts, PlanFormat kFormat>
 struct alignas(16) ConsumerMemory {
-  RowMemory<kTeam, kTopk> rows[kTeams];
+  RowMemory<kTeam, 1, kTopk> rows[kTeams];
   PlanMemory<kFormat == PlanFormat::kNone ? 0 : kExperts> plan;
 };
 
@@ -53,11 +53,12 @@ struct SingleParams {
 template <
     int kWarps,
     int kParts,
-    bool kHalves,
+    bool kHalfSlices,
     int kTeam,
     int kTopk,
     bool kVector,
     bool kGrouped,
+    Score kScore,
     PlanFormat kFormat,
     typename Memory>
 __device__ __forceinline__ void consume(const SingleParams& params, Memory& block_memory, int block) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void consume(const SingleParams& params, Memory& bloc
       if (plan.planners > (plans ? 1 : 0)) tell_planners<kTopk>(plan, own.id, padded, row, plans ? block : -1, lane);
     };
     auto select = [&](auto settled) {
-      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kGrouped, kHalves>(
+      select_row<kTeam, 1, Source::kWords, kParts, kTopk, kVector, kGrouped, kScore, kHalfSlices>(
           params.select, own, row, team, warp % kTeam, lane, settled);
     };
     if constexpr (kPlan) {
@@ -143,11 +144,12 @@ template <
     int kTopk,
     bool kVector,
     bool kGrouped,
+    Score kScore,
     PlanFormat kFormat>
 __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_constant__ SingleParams params) {
   static_assert(kTeam <= kWarps, "a row's team is a part of a block");
-  constexpr bool kHalves = kHalved && kCount == RowCount::kMany;
-  constexpr int kParts = kHalves ? 2 * kSlices : kSlices;
+  constexpr bool kHalfSlices = kHalfSlicesOf<kCount, kHalved>;
+  constexpr int kParts = kHalfSlices ? 2 * kSlices : kSlices;
   using Memory = SingleMemory<kWarps, kTiles, kHalved, kCount, kTeam, kTopk, kFormat>;
   extern __shared__ __align__(16) unsigned char bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(bytes);
@@ -165,7 +167,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
     wait_for_producer();
     __nanosleep(1000);
   }
-  consume<kWarps, kParts, kHalves, kTeam, kTopk, kVector, kGrouped, kFormat>(params, memory.consumer, consumer);
+  consume<kWarps, kParts, kHalfSlices, kTeam, kTopk, kVector, kGrouped, kScore, kFormat>(params, memory.consumer, consumer);
 }
 
 template <
@@ -180,6 +182,7 @@ template <
     int kGroups,
     bool kVector,
     bool kGrouped,
+    Score kScore,
     PlanFormat kFormat>
 struct Single {
   // As Pair's, and: sums is kEmpty and id_words kNoIds throughout before the first launch, and after every one. plan: the
@@ -214,11 +217,15 @@ struct Single {
       TensorView plan4,
       TensorView plan5,
       TensorView plan6,
+      int64_t experts,
       int64_t topk,
       double scale,
       double shared_weight,
       bool renormalize,
       int64_t groups_kept,
+      double softcap,
+      bool nan_first,
+      bool rounded,
       int64_t block,
       int64_t first_local,
       int64_t locals,
@@ -234,8 +241,12 @@ struct Single {
     const int slices = many && kHalved ? 2 * kSlices : kSlices;
     params.gate.out_stride = slices * 128 * kGroups;
     params.gate.slice_stride = 128 * kGroups;
-    params.select =
-        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
+    params.select = warp_select_params(
+        bias,
+        ids,
+        weights,
+        num_token_non_padded,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
     params.select.logits = params.gate.out;
     params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
@@ -276,6 +287,7 @@ struct Single {
               kTopk,
               kVector,
               kGrouped,
+              kScore,
               kFormat>,
           dim3(blocks),
           dim3(kWarps * kWarp),

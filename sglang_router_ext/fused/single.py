@@ -96,10 +96,10 @@ def division(rows: int, experts: int, hidden: int, processors: int, wide: bool =
     return Division(consumers, min(planners, consumers), shares, placing)
 
 
-def instance(experts: int, hidden: int, vector: bool, kind: str | None, wide: bool = False, grouped: bool = False) -> str:
-    """The C++ instance that serves a shape and a format."""
-    split = config(experts, hidden, wide)
-    shape = f"{split.template}, {split.slices}, {many_tiles(split, experts)}, {template(experts, vector, grouped)}"
+def instance(problem: Problem, vector: bool, kind: str | None) -> str:
+    """The C++ instance that serves ``problem`` and a format."""
+    split = config(problem.experts, problem.hidden, problem.weight_dtype == "float32")
+    shape = f"{split.template}, {split.slices}, {many_tiles(split, problem.experts)}, {template(problem, vector)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
@@ -128,35 +128,37 @@ def empty_plan(problem: Problem, form: PlanForm, rows: int, device: torch.device
     }
 
 
-def _launch(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> tuple[Any, Division, Shape, Shape]:
+def _launch(
+    problem: Problem, rows: int, bias: torch.Tensor | None, device: torch.device, form: PlanForm | None
+) -> tuple[Any, Division, Shape, Shape]:
     """The module of a launch, who does what in it, and the shapes of its words."""
-    experts, device = problem.experts, bias.device
+    experts = problem.experts
     wide, kind = problem.weight_dtype == "float32", None if form is None else form.kind
     split = config(experts, problem.hidden, wide)
     how = division(rows, experts, problem.hidden, _processors(device), wide)
-    module = build.load(HEADER, instance(experts, problem.hidden, vectorised(experts, bias), kind, wide, problem.groups > 1))
+    module = build.load(HEADER, instance(problem, vectorised(experts, bias), kind))
     told = how.planners if form is not None else 0, rows, 4 if problem.topk <= 8 else 16
     return module, how, (rows, slices(split, rows), 128 * groups(experts)), told
 
 
-def ready(problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:
+def ready(problem: Problem, rows: int, bias: torch.Tensor | None, device: torch.device, form: PlanForm | None) -> bool:
     """Whether a launch that is captured now would find words; outside of a capture there always are."""
     if not torch.cuda.is_current_stream_capturing():
         return True
-    module, _how, sums, told = _launch(problem, rows, bias, form)
-    return words.room(module, bias.device, sums, told)
+    module, _how, sums, told = _launch(problem, rows, bias, device, form)
+    return words.room(module, device, sums, told)
 
 
 def single(
     problem: Problem,
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     num_token_non_padded: torch.Tensor | None = None,
     form: PlanForm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 ->
+    """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 or None ->
     logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32, and the plan of ``form``
     by the names of :func:`~sglang_router_ext.reference.plan` ({} without one).
     """
@@ -169,7 +171,7 @@ def single(
         expect(problem.slots <= PLAN_SLOTS, "topk", f"{problem.slots} slots", f"at most {PLAN_SLOTS} of a row, with a plan")
         expect(last <= experts + problem.shared, "locals", f"experts {form.first_local} to {last - 1}", f"experts of {problem}")
     plan = {} if form is None else empty_plan(problem, form, rows, device)
-    module, how, sums_shape, told_shape = _launch(problem, rows, bias, form)
+    module, how, sums_shape, told_shape = _launch(problem, rows, bias, device, form)
     sums, told = words.take(module, device, sums_shape, told_shape)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
@@ -177,7 +179,8 @@ def single(
     padding = none if num_token_non_padded is None else num_token_non_padded
     tensors = [*plan.values(), *[none] * (len(NAMES["tiles"]) - len(plan))]
     where = (0, 0, 0) if form is None else (form.block, form.first_local, form.local_experts(problem))
-    module.run(hidden, weight, bias, sums, logits, ids, weights, padding, told, *tensors, *scalars(problem), *where, *how)
+    add = ids[:0] if bias is None else bias
+    module.run(hidden, weight, add, sums, logits, ids, weights, padding, told, *tensors, *scalars(problem), *where, *how)
     return logits, ids, weights, plan
 
 

@@ -72,9 +72,13 @@ inline RowCount row_count(int rows) {
   return rows <= 8 ? RowCount::kEight : rows <= 16 ? RowCount::kSixteen : RowCount::kMany;
 }
 
+// Whether half of a block's warps multiply, half a slice each.
+template <RowCount kCount, bool kHalved>
+inline constexpr bool kHalfSlicesOf = kHalved && kCount == RowCount::kMany;
+
 // How many of kWarps warps multiply.
 template <int kWarps, RowCount kCount, bool kHalved>
-inline constexpr int kBusyWarps = kHalved && kCount == RowCount::kMany ? kWarps / 2 : kWarps;
+inline constexpr int kBusyWarps = kHalfSlicesOf<kCount, kHalved> ? kWarps / 2 : kWarps;
 
 // What a block has in shared memory. kWarps: those that multiply.
 template <int kWarps, int kTiles, RowCount kCount, bool kCluster>

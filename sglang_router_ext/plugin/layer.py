@@ -56,9 +56,17 @@ class Kernels:
         """Before the first call of a layer whose routes may plan."""
         words.reserve(device)
 
-    def ready(self, choice: Choice, problem: Problem, rows: int, bias: torch.Tensor, form: PlanForm | None) -> bool:
+    def ready(
+        self,
+        choice: Choice,
+        problem: Problem,
+        rows: int,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        form: PlanForm | None,
+    ) -> bool:
         """Whether the design of ``choice`` can run in a capture, if this is one."""
-        return choice.fused is None or not TABLE[choice.fused].plans or single.ready(problem, rows, bias, form)
+        return choice.fused is None or not TABLE[choice.fused].plans or single.ready(problem, rows, bias, device, form)
 
     def route(self, problem: Problem, device: torch.device, **options: Any) -> Route:
         """A bound route for one layer; ``options`` as :class:`Route` takes them."""
@@ -114,7 +122,7 @@ class Layer:
         form = self.forms.get(len(hidden))
         route = self._bind(weight, bias, hidden)
         choice = route.choice(len(hidden), plan=form is not None)
-        if bias is not None and not self.request.executor.ready(choice, route.problem, len(hidden), bias, form):
+        if not self.request.executor.ready(choice, route.problem, len(hidden), bias, hidden.device, form):
             route = self._spare = self._spare or self._route_of(route.problem, hidden.device, dict.fromkeys(_PLAN, NO_WORDS))
             choice = route.choice(len(hidden), plan=form is not None)
         prefix = self.request.executor.prefix

@@ -20,17 +20,16 @@
 // a barrier of the team behind the ranks (+0.1 us for whoever waits for the winners).
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
-#include "../device/launch.cuh"
-#include "../device/order.cuh"
-#include "../device/score.cuh"
+#include "groups.cuh"
 
 namespace rx {
 
 struct WarpSelectParams {
   float* logits;                        // [rows, experts]; or sums [rows, slices, 128 * groups], which kWords empties
-  const float* bias;                    // [experts]
+  const float* bias;                    // [experts]; null for none, with softmax
   float* logits_out;                    // [rows, experts], written from sums
   int32_t* ids;                         // [rows, slots]
   float* weights;                       // [rows, slots]
@@ -40,120 +39,31 @@ struct WarpSelectParams {
   int slots, shared;  // of a row: topk routed slots, then `shared` ones
   int groups_kept;    // kGrouped
   float scale, shared_weight;
+  float softcap;  // 0: none
+  float nan_key;  // what a NaN key ranks as
   bool renormalize;
+  bool rounded;  // logits to bf16, as the model's own gate does
 };
-
-// A warp lists at most kListed candidates, in the order of their ids.
-template <int kTopk>
-inline constexpr int kListed = kTopk <= 8 ? 16 : 64;
-
-template <int kTeam, int kTopk>
-struct alignas(16) RowMemory {
-  uint32_t best[kTeam][kWarp];            // key of each lane
-  uint32_t key[kTeam][kListed<kTopk>];    // of the candidates; kNoKey where there is none
-  int candidate[kTeam][kListed<kTopk>];   // the id, right behind the keys: see list_if
-  float logit[kTeam][kListed<kTopk>];     // right behind the ids
-  int overflow[kTeam];                    // whether more reach the bound than the list takes
-  alignas(16) float score[kTopk];         // of the winners, in order; 0 from topk on
-  int id[kTopk];                          // of the winners, in order; 0 from topk on
-  alignas(16) uint2 warp_best[2][kTeam];  // key and id, where the team takes one at a time; rounds alternate
-  alignas(16) uint32_t group[4 * kTeam];  // kGrouped: the score of each group
-};
-
-__device__ __forceinline__ float4 as_floats(const uint4& bits) {
-  return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
-}
-
-__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-// Writes one candidate: its key to `at`, its id kPlane bytes behind and its logit as many again. Under a predicate, see
-// store_if.
-template <int kPlane>
-__device__ __forceinline__ void list_if(bool condition, uint32_t* at, uint32_t key, int id, float logit) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;\n@p st.shared.b32 [%1+%5], %3;\n"
-      "@p st.shared.b32 [%1+%6], %4;\n}" ::"r"(static_cast<int>(condition)),
-      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))),
-      "r"(key),
-      "r"(id),
-      "f"(logit),
-      "n"(kPlane),
-      "n"(2 * kPlane)
-      : "memory");
-}
-
-// How many keys are better. Floats, so that the FMA pipe counts beside the comparisons on the integer pipe; four of them, since
-// additions to one would wait for one another.
-struct Counter {
-  float part[4] = {};
-  __device__ __forceinline__ void add(const uint4& keys, uint32_t than) {
-    if (keys.x > than) part[0] += 1.0f;
-    if (keys.y > than) part[1] += 1.0f;
-    if (keys.z > than) part[2] += 1.0f;
-    if (keys.w > than) part[3] += 1.0f;
-  }
-  // The same; of the first `earlier` keys also those that are equal.
-  __device__ __forceinline__ void add(const uint4& keys, uint32_t than, int earlier) {
-    if (keys.x > than - (earlier > 0)) part[0] += 1.0f;
-    if (keys.y > than - (earlier > 1)) part[1] += 1.0f;
-    if (keys.z > than - (earlier > 2)) part[2] += 1.0f;
-    if (keys.w > than - (earlier > 3)) part[3] += 1.0f;
-  }
-  __device__ __forceinline__ float sum() const {
-    return (part[0] + part[1]) + (part[2] + part[3]);
-  }
-};
-
-// A count as an integer: from 2^23 on, the low bits of a float are one. A conversion would take its turn on a slow pipe.
-__device__ __forceinline__ int integer(float count) {
-  return __float_as_int(count + 0x1p23f) - __float_as_int(0x1p23f);
-}
-
-// Among the threads of a row's team, which is number `team` of its block.
-template <int kTeam>
-__device__ __forceinline__ void team_sync(int team) {
-  if constexpr (kTeam == 1) {
-    __syncwarp();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam * kWarp) : "memory");
-  }
-}
-
-// Four neighbouring floats at `base`, those of `expert` and the next; 0 from `past` on. kVector: `base` is 16-byte aligned and
-// whole groups of four may be read.
-template <bool kVector>
-__device__ __forceinline__ float4 load_four(const float* base, int expert, int past) {
-  if constexpr (kVector) {
-    if (expert >= past) return float4{};
-    return as_floats(load_shared_by_grids(base));
-  } else {
-    float value[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) value[c] = expert + c < past ? __ldcg(base + c) : 0.0f;
-    return make_float4(value[0], value[1], value[2], value[3]);
-  }
-}
 
 // Takes the team's best key `topk` times; on ties the lowest id.
-template <int kTeam, int kGroups, int kTopk>
+template <Score kScore, int kTeam, int kGroups, int kTopk>
 __device__ __forceinline__ void take_one_by_one(
-    uint32_t (&key)[4 * kGroups],
+    const uint32_t (&key)[4 * kGroups],
     const float (&logit)[4 * kGroups],
-    RowMemory<kTeam, kTopk>& memory,
+    RowMemory<kTeam, kGroups, kTopk>& memory,
     int first_expert,
     int topk,
     int team,
     int warp,
     int lane) {
+  uint32_t taken = 0;  // a bit for each slot
   team_sync<kTeam>(team);
 #pragma unroll 1
   for (int round = 0; round < topk; ++round) {
     uint32_t best = kNoKey, mine = ~0u;
 #pragma unroll
     for (int slot = 0; slot < 4 * kGroups; ++slot) {
-      if (key[slot] > best) best = key[slot], mine = first_expert + 128 * (slot / 4) + slot % 4;
+      if (key[slot] > best && !(taken >> slot & 1)) best = key[slot], mine = first_expert + 128 * (slot / 4) + slot % 4;
     }
     uint2 winner;  // key, id
     winner.x = __reduce_max_sync(kAllLanes, best);
@@ -172,80 +82,13 @@ __device__ __forceinline__ void take_one_by_one(
 #pragma unroll
       for (int slot = 0; slot < 4 * kGroups; ++slot) {
         if (first_expert + 128 * (slot / 4) + slot % 4 == static_cast<int>(winner.y)) {
-          key[slot] = kNoKey;
+          taken |= 1u << slot;
           memory.id[round] = static_cast<int>(winner.y);
-          memory.score[round] = sigmoid_to_weigh(logit[slot]);
+          memory.score[round] = to_weigh<kScore>(key[slot], logit[slot]);
         }
       }
     }
   }
-}
-
-// Leaves the keys of the best `kept` groups, those of the others become kNoKey. A group is 32 neighbouring experts, which eight
-// lanes have; its score is the sum of its two best keys, and of equal scores the lower group is better.
-template <int kTeam, int kGroups, int kTopk>
-__device__ __forceinline__ void drop_groups(
-    uint32_t (&key)[4 * kGroups], RowMemory<kTeam, kTopk>& memory, int kept, int team, int warp, int lane) {
-  uint32_t score[kGroups];
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const uint32_t* four = key + 4 * g;
-    const uint32_t a = max(four[0], four[1]), b = max(four[2], four[3]);
-    uint32_t one = max(a, b), two = max(min(a, b), max(min(four[0], four[1]), min(four[2], four[3])));
-#pragma unroll
-    for (int apart = 1; apart < 8; apart *= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, one, apart);
-      const uint32_t second = __shfl_xor_sync(kAllLanes, two, apart);
-      two = max(min(one, other), max(two, second));
-      one = max(one, other);
-    }
-    score[g] = one == kNoKey ? kNoKey : order_of(key_of(one) + key_of(two));
-  }
-  int better[kGroups] = {};
-  if constexpr (kTeam == 1) {
-#pragma unroll
-    for (int other = 0; other < 4 * kGroups; ++other) {
-      const uint32_t rival = __shfl_sync(kAllLanes, score[other / 4], 8 * (other % 4));
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        better[g] += rival > score[g] || (rival == score[g] && other < 4 * g + lane / 8);
-      }
-    }
-  } else {
-    static_assert(kGroups == 1, "a team has a warp per 128 experts");
-    if (lane % 8 == 0) memory.group[4 * warp + lane / 8] = score[0];
-    team_sync<kTeam>(team);
-#pragma unroll
-    for (int w = 0; w < kTeam; ++w) {
-      const uint4 four = load_four_shared(memory.group + 4 * w);
-      const uint32_t rivals[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        better[0] += rivals[q] > score[0] || (rivals[q] == score[0] && 4 * w + q < 4 * warp + lane / 8);
-      }
-    }
-  }
-#pragma unroll
-  for (int slot = 0; slot < 4 * kGroups; ++slot) key[slot] = better[slot / 4] < kept ? key[slot] : kNoKey;
-}
-
-// The topk-th largest of the lanes' best keys, or the lowest real key there is. `meanwhile` runs while shared memory answers.
-template <typename Meanwhile>
-__device__ __forceinline__ uint32_t
-bound_of_cut(uint32_t best, uint32_t (&of_lanes)[kWarp], int topk, int lane, Meanwhile meanwhile) {
-  of_lanes[lane] = best;
-  __syncwarp();
-  uint4 four[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) four[i] = load_four_shared(of_lanes + 4 * i);
-  meanwhile();
-  Counter better;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) better.add(four[i], best);
-#pragma unroll
-  for (int i = 4; i < 8; ++i) better.add(load_four_shared(of_lanes + 4 * i), best);
-  const uint32_t real = max(best, kNoKey + 1);
-  return __reduce_min_sync(kAllLanes, integer(better.sum()) < topk ? real : ~0u);
 }
 
 // Where a row's logits come from.
@@ -260,8 +103,8 @@ inline constexpr uint32_t kEmpty = 0xffffffffu;
 
 // One row by its team. From sums they are added here, in order, and the logits are written too. kTopk: 8 or 32, the most that
 // topk may be. kVector: bias, logits and logits_out allow 16-byte accesses. kGrouped: only the best groups of 32 experts take
-// part. kHalves: two sums make the one of a slice. Settled: who waits for the winners. Once they stand in memory.id, in order,
-// each warp calls settled(whether the row is padded), and they are settled before the weights then.
+// part. kHalfSlices: two sums make the one of a slice. Settled: who waits for the winners. Once they stand in memory.id, in
+// order, each warp calls settled(whether the row is padded), and they are settled before the weights then.
 struct Nothing {
   __device__ __forceinline__ void operator()(bool) const {}
 };
@@ -274,11 +117,12 @@ template <
     int kTopk,
     bool kVector,
     bool kGrouped,
-    bool kHalves = false,
+    Score kScore,
+    bool kHalfSlices = false,
     typename Settled = Nothing>
 __device__ __forceinline__ void select_row(
     const WarpSelectParams& params,
-    RowMemory<kTeam, kTopk>& memory,
+    RowMemory<kTeam, kGroups, kTopk>& memory,
     int row,
     int team,
     int warp,
@@ -293,13 +137,17 @@ __device__ __forceinline__ void select_row(
   auto load_bias = [&] {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      bias[g] = load_four<kVector>(params.bias + first_expert + 128 * g, first_expert + 128 * g, past);
+      if (kScore == Score::kSoftmax && params.bias == nullptr) {
+        bias[g] = float4{};
+      } else {
+        bias[g] = load_four<kVector>(params.bias + first_expert + 128 * g, first_expert + 128 * g, past);
+      }
     }
   };
   if constexpr (kSource == Source::kSums) load_bias();  // complete before small_rows passed its own wait
 #pragma unroll
   for (int i = 0; i < kListed<kTopk>; i += kWarp) memory.key[warp][(lane + i) % kListed<kTopk>] = kNoKey;
-  memory.score[lane % kTopk] = 0.0f;
+  memory.score[lane % kTopk] = kScore == Score::kSoftmax ? __int_as_float(0x7fffffff) : 0.0f;
   memory.id[lane % kTopk] = 0;
   if (lane == 0) memory.overflow[warp] = 0;
   __syncwarp();
@@ -340,12 +188,12 @@ __device__ __forceinline__ void select_row(
   float logit[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    constexpr int kEach = kHalves ? 2 : 1;
+    constexpr int kEach = kHalfSlices ? 2 : 1;
     float4 sum;
 #pragma unroll
     for (int s = 0; s < kParts; s += kEach) {
       float4 slice = part[s][g];
-      if constexpr (kHalves) slice = plus(slice, part[s + 1][g]);
+      if constexpr (kHalfSlices) slice = plus(slice, part[s + 1][g]);
       sum = s == 0 ? slice : plus(sum, slice);
     }
     const float four[4] = {sum.x, sum.y, sum.z, sum.w}, add[4] = {bias[g].x, bias[g].y, bias[g].z, bias[g].w};
@@ -355,21 +203,21 @@ __device__ __forceinline__ void select_row(
       // A mask and not a choice: the compiler would branch around the score.
       const uint32_t inside = expert + (kVector ? 0 : c) < past ? ~0u : 0u;
       logit[4 * g + c] = four[c];
-      key[4 * g + c] = order_of(sigmoid_to_rank(four[c]) + add[c]) & inside;
+      if constexpr (kScore == Score::kSoftmax) {
+        if (params.rounded) logit[4 * g + c] = __bfloat162float(__float2bfloat16_rn(four[c]));
+        float value = logit[4 * g + c];
+        if (params.softcap > 0.0f) value = capped(value, params.softcap);
+        key[4 * g + c] = order_of(value + add[c] + 0.0f) & inside;  // + 0: a logit may be -0
+      } else if constexpr (kScore == Score::kSqrtSoftplus) {
+        key[4 * g + c] = order_of(sqrt_softplus(four[c]) + add[c], params.nan_key) & inside;
+      } else {
+        key[4 * g + c] = order_of(sigmoid_to_rank(four[c]) + add[c]) & inside;
+      }
       best = max(best, key[4 * g + c]);
     }
   }
 
-  if constexpr (kGrouped) {
-    drop_groups<kTeam, kGroups, kTopk>(key, memory, params.groups_kept, team, warp, lane);
-    best = kNoKey;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) best = max(best, key[slot]);
-  }
-
-  // List the keys that reach the bound, in the order of their ids.
-  const unsigned below = (1u << lane) - 1;
-  const uint32_t bound = bound_of_cut(best, memory.best[warp], params.topk, lane, [&] {
+  auto write_logits = [&] {
     if constexpr (kSource != Source::kLogits) {
       static_assert(kGroups == 1, "a team that adds up slices has a warp per 128 experts");
       float* out = params.logits_out + (row * params.experts + first_expert);
@@ -382,7 +230,20 @@ __device__ __forceinline__ void select_row(
         }
       }
     }
-  });
+  };
+  // List the keys that reach the bound, in the order of their ids.
+  const unsigned below = (1u << lane) - 1;
+  uint32_t bound;
+  if constexpr (kGrouped) {
+    const uint32_t kept = best_groups<kTeam, kGroups, kTopk>(key, memory, params.groups_kept, team, warp, lane);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      key[slot] = kept >> (4 * (kTeam == 1 ? slot / 4 : warp) + lane / 8) & 1 ? key[slot] : kNoKey;
+    }
+    bound = bound_of_groups<kTeam, kGroups, kTopk>(memory, kept, params.topk, lane, write_logits);
+  } else {
+    bound = bound_of_cut(best, memory.best[warp], params.topk, lane, write_logits);
+  }
   int end = 0;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
@@ -439,7 +300,7 @@ __device__ __forceinline__ void select_row(
         better.add(keys[w][0], than), better.add(keys[w][1], than);
       }
     }
-    const float score = sigmoid_to_weigh(memory.logit[warp][mine]);
+    const float score = to_weigh<kScore>(own, memory.logit[warp][mine]);
     float count = better.sum();
     count += __shfl_xor_sync(kAllLanes, count, 1);
     const int rank = integer(count);
@@ -450,13 +311,35 @@ __device__ __forceinline__ void select_row(
   }
   team_sync<kTeam>(team);
   if (overflow) {
-    take_one_by_one<kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
+    take_one_by_one<kScore, kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
     team_sync<kTeam>(team);
   }
   if constexpr (!std::is_same_v<Settled, Nothing>) settled(padded);
 
+  if constexpr (kScore == Score::kSoftmax) {
+    if (!params.renormalize) {  // the sum over all experts: of fours, in an order that no division of the row changes
+      float* fours = reinterpret_cast<float*>(memory.best);
+      const float largest = memory.score[0];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        float part[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) part[c] = softmax_part(to_weigh<kScore>(key[4 * g + c], 0.0f), largest);
+        const int expert = first_expert + 128 * g;
+        if (expert < past) fours[expert / 4] = (part[0] + part[1]) + (part[2] + part[3]);
+      }
+      team_sync<kTeam>(team);
+    }
+  }
+
   const int slot = row * params.slots + lane;
   if (warp == 0) {
+    if constexpr (kScore == Score::kSoftmax) {  // the first has the largest key
+      const float part = softmax_part(memory.score[lane % kTopk], memory.score[0]);
+      __syncwarp();
+      memory.score[lane % kTopk] = part;
+      __syncwarp();
+    }
     float eight[kTopk / 8];
 #pragma unroll
     for (int i = 0; i < kTopk / 8; ++i) {
@@ -469,10 +352,23 @@ __device__ __forceinline__ void select_row(
 #pragma unroll
       for (int i = 0; i < width; ++i) eight[i] += eight[i + width];
     }
-    const float sum = eight[0], inverse = reciprocal(sum), score = memory.score[lane % kTopk];
+    float sum = eight[0];
+    if constexpr (kScore == Score::kSoftmax) {
+      if (!params.renormalize) {
+        const float* fours = reinterpret_cast<const float*>(memory.best);
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kTeam * kGroups; ++i) {
+          if (128 * i + 4 * lane < params.experts) sum += fours[32 * i + lane];
+        }
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(kAllLanes, sum, apart);
+      }
+    }
+    const float inverse = reciprocal(sum), score = memory.score[lane % kTopk];
     const int id = memory.id[lane % kTopk];
     const float share = sum > 0.0f ? score * inverse : 0.0f;
-    const float weight = (params.renormalize ? share : score) * params.scale;
+    const float weight = (kScore == Score::kSoftmax || params.renormalize ? share : score) * params.scale;
     store_if(lane < params.topk, params.ids + slot, padded ? -1 : id);
     store_if(lane < params.topk, params.weights + slot, padded ? 0.0f : weight);
   }
@@ -493,87 +389,100 @@ __device__ __forceinline__ void select_row(
 }
 
 // One block an SM as a bound leaves ptxas the registers that it needs to start all loads at once.
-template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector, bool kGrouped>
+template <int kTeam, int kGroups, int kSlices, int kRowsPerBlock, int kTopk, bool kVector, bool kGrouped, Score kScore>
 __global__ __launch_bounds__(
     kRowsPerBlock * kTeam * kWarp,
     kTeam > 1 || kGroups > 4 || kTopk > 8 ? 1 : 0) void warp_select_kernel(const __grid_constant__ WarpSelectParams params) {
   static_assert(kTeam == 1 || kRowsPerBlock == 1, "a team of several warps synchronises as a block");
   constexpr Source kSource = kSlices > 0 ? Source::kSums : Source::kLogits;
-  __shared__ RowMemory<kTeam, kTopk> memories[kRowsPerBlock];
+  __shared__ RowMemory<kTeam, kGroups, kTopk> memories[kRowsPerBlock];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int row = kTeam == 1 ? blockIdx.x * kRowsPerBlock + warp : blockIdx.x;
   if (kTeam == 1 && row >= params.rows) return;
-  select_row<kTeam, kGroups, kSource, kSlices, kTopk, kVector, kGrouped>(
+  select_row<kTeam, kGroups, kSource, kSlices, kTopk, kVector, kGrouped, kScore>(
       params, memories[kTeam == 1 ? warp : 0], row, 0, kTeam == 1 ? 0 : warp, lane);
 }
 
 // kGroups: groups of 128 experts. Behind small_rows there are few rows only.
-template <int kGroups, int kSlices, bool kVector, bool kGrouped>
+template <int kGroups, int kSlices, bool kVector, bool kGrouped, Score kScore>
 inline void launch_warp_select(const WarpSelectParams& params, cudaStream_t stream) {
   constexpr int kFewRows = 128, kBlockRows = 4;
   const bool top8 = params.topk <= 8;
   if (kSlices > 0 || params.rows <= kFewRows) {
-    auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector, kGrouped>
-                        : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector, kGrouped>;
+    auto* kernel = top8 ? &warp_select_kernel<kGroups, 1, kSlices, 1, 8, kVector, kGrouped, kScore>
+                        : &warp_select_kernel<kGroups, 1, kSlices, 1, 32, kVector, kGrouped, kScore>;
     launch(kernel, dim3(params.rows), dim3(kGroups * kWarp), 1, 0, stream, params);
   } else if constexpr (kSlices == 0) {
-    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector, kGrouped>
-                        : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector, kGrouped>;
+    auto* kernel = top8 ? &warp_select_kernel<1, kGroups, 0, kBlockRows, 8, kVector, kGrouped, kScore>
+                        : &warp_select_kernel<1, kGroups, 0, kBlockRows, 32, kVector, kGrouped, kScore>;
     launch(kernel, dim3((params.rows + kBlockRows - 1) / kBlockRows), dim3(kBlockRows * kWarp), 1, 0, stream, params);
   }
 }
 
-// What both entry points fill in alike; the caller adds logits and their strides.
+// The numbers of a problem that entry points take, in the order of their callers.
+struct Rule {
+  int64_t experts, topk;
+  double scale, shared_weight;
+  bool renormalize;
+  int64_t groups_kept;
+  double softcap;
+  bool nan_first, rounded;
+};
+
+// What all entry points fill in alike; the caller adds logits and their strides.
 inline WarpSelectParams warp_select_params(
-    TensorView bias,
-    TensorView ids,
-    TensorView weights,
-    TensorView num_token_non_padded,
-    int64_t topk,
-    double scale,
-    double shared_weight,
-    bool renormalize,
-    int64_t groups_kept) {
+    TensorView bias, TensorView ids, TensorView weights, TensorView num_token_non_padded, const Rule& rule) {
   WarpSelectParams params{};
-  params.groups_kept = static_cast<int>(groups_kept);
-  params.bias = static_cast<const float*>(bias.data_ptr());
+  if (bias.numel() > 0) params.bias = static_cast<const float*>(bias.data_ptr());
   params.ids = static_cast<int32_t*>(ids.data_ptr());
   params.weights = static_cast<float*>(weights.data_ptr());
   if (num_token_non_padded.numel() > 0) {
     params.num_token_non_padded = static_cast<const int32_t*>(num_token_non_padded.data_ptr());
   }
   params.rows = static_cast<int>(ids.size(0));
-  params.experts = static_cast<int>(bias.size(0));
-  params.topk = static_cast<int>(topk);
+  params.experts = static_cast<int>(rule.experts);
+  params.topk = static_cast<int>(rule.topk);
   params.slots = static_cast<int>(ids.size(1));
   params.shared = params.slots - params.topk;
-  params.scale = static_cast<float>(scale);
-  params.shared_weight = static_cast<float>(shared_weight);
-  params.renormalize = renormalize;
+  params.groups_kept = static_cast<int>(rule.groups_kept);
+  params.scale = static_cast<float>(rule.scale);
+  params.shared_weight = static_cast<float>(rule.shared_weight);
+  params.softcap = static_cast<float>(rule.softcap);
+  params.nan_key = rule.nan_first ? std::numeric_limits<float>::infinity() : kNanKey;
+  params.renormalize = rule.renormalize;
+  params.rounded = rule.rounded;
   return params;
 }
 
 // Entry point of the selection alone.
-template <int kGroups, bool kVector, bool kGrouped>
+template <int kGroups, bool kVector, bool kGrouped, Score kScore>
 struct WarpSelect {
-  // logits [rows, experts] fp32, bias [experts] fp32, ids [rows, slots] int32 and weights [rows, slots] fp32 (written),
-  // num_token_non_padded [1] int32 or empty for no padding; slots is topk and the shared experts
+  // logits [rows, experts] fp32, bias [experts] fp32 or empty, ids [rows, slots] int32 and weights [rows, slots] fp32
+  // (written), num_token_non_padded [1] int32 or empty for no padding; slots is topk and the shared experts
   static void run(
       TensorView logits,
       TensorView bias,
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      int64_t experts,
       int64_t topk,
       double scale,
       double shared_weight,
       bool renormalize,
-      int64_t groups_kept) {
-    WarpSelectParams params =
-        warp_select_params(bias, ids, weights, num_token_non_padded, topk, scale, shared_weight, renormalize, groups_kept);
+      int64_t groups_kept,
+      double softcap,
+      bool nan_first,
+      bool rounded) {
+    WarpSelectParams params = warp_select_params(
+        bias,
+        ids,
+        weights,
+        num_token_non_padded,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
     params.logits = static_cast<float*>(logits.data_ptr());
     params.row_stride = logits.stride(0);
-    launch_warp_select<kGroups, 0, kVector, kGrouped>(params, stream_of(logits));
+    launch_warp_select<kGroups, 0, kVector, kGrouped, kScore>(params, stream_of(logits));
   }
 };
 

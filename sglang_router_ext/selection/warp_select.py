@@ -1,4 +1,4 @@
-"""``warp_select``: sigmoid + bias, top-k and weights of a row by its own warps; see warp_select.cuh for who owns what."""
+"""``warp_select``: scores, top-k and weights of a row by its own warps; see warp_select.cuh for who owns what."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sglang_router_ext.arguments import VECTOR_BYTES, check_cuda, check_selectio
 from sglang_router_ext.contract import Problem, expect
 
 HEADER = "selection/warp_select.cuh"
+SCORES = {"sigmoid": "kSigmoid", "sqrtsoftplus": "kSqrtSoftplus", "softmax": "kSoftmax"}
 
 
 def groups(experts: int) -> int:
@@ -17,20 +18,23 @@ def groups(experts: int) -> int:
     return exact if exact <= 4 else 7 if exact <= 7 else 8
 
 
-def vectorised(experts: int, *tensors: torch.Tensor) -> bool:
-    """Whether every row of the fp32 ``tensors`` can be read in 16-byte pieces."""
-    strides = [t.stride(0) for t in tensors if t.dim() > 1 and len(t) > 1]
-    aligned = all(t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
+def vectorised(experts: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether every row of the fp32 ``tensors`` that there are can be read in 16-byte pieces."""
+    some = [t for t in tensors if t is not None]
+    strides = [t.stride(0) for t in some if t.dim() > 1 and len(t) > 1]
+    aligned = all(t.data_ptr() % VECTOR_BYTES == 0 for t in some)
     return experts % 4 == 0 and aligned and all(stride % 4 == 0 for stride in strides)
 
 
-def template(experts: int, vector: bool, grouped: bool = False) -> str:
-    return f"{groups(experts)}, {str(vector).lower()}, {str(grouped).lower()}"
+def template(problem: Problem, vector: bool) -> str:
+    """What the kernels of a selection are built for; ``vector``: see :func:`vectorised`."""
+    grouped = str(problem.groups > 1).lower()
+    return f"{groups(problem.experts)}, {str(vector).lower()}, {grouped}, ::rx::Score::{SCORES[problem.score]}"
 
 
-def instance(experts: int, vector: bool, grouped: bool = False) -> str:
-    """The C++ instance that serves ``experts``; ``vector``: see :func:`vectorised`; ``grouped``: in groups of 32."""
-    return f"WarpSelect<{template(experts, vector, grouped)}>"
+def instance(problem: Problem, vector: bool) -> str:
+    """The C++ instance that serves ``problem``."""
+    return f"WarpSelect<{template(problem, vector)}>"
 
 
 def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,19 +43,21 @@ def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, 
     return ids, torch.empty((rows, slots), dtype=torch.float32, device=device)
 
 
-def scalars(problem: Problem) -> tuple[int, float, float, bool, int]:
-    """The numbers that the kernel takes of a problem, in its order."""
-    return problem.topk, problem.scale, problem.shared_weight, problem.renormalize, problem.groups_kept
+def scalars(problem: Problem) -> tuple[int, int, float, float, bool, int, float, bool, bool]:
+    """The numbers that the kernels take of a problem, in the order of their Rule."""
+    weights = problem.scale, problem.shared_weight, problem.renormalize
+    rounded = problem.logits_dtype == "bfloat16"
+    return problem.experts, problem.topk, *weights, problem.groups_kept, problem.softcap, problem.nan_first, rounded
 
 
 def warp_select(
     problem: Problem,
     logits: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     num_token_non_padded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 -> ids and weights [rows, topk + shared], int32 and fp32."""
+    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 or None -> ids [rows, topk + shared] int32, weights fp32."""
     check_cuda("logits", logits)
     check_selection("warp_select", problem, logits, bias, num_token_non_padded, logits.device)
     expect(
@@ -61,6 +67,6 @@ def warp_select(
     if len(logits) == 0:
         return ids, weights
     padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
-    module = build.load(HEADER, instance(problem.experts, vectorised(problem.experts, logits, bias), problem.groups > 1))
-    module.run(logits, bias, ids, weights, padding, *scalars(problem))
+    module = build.load(HEADER, instance(problem, vectorised(problem.experts, logits, bias)))
+    module.run(logits, ids[:0] if bias is None else bias, ids, weights, padding, *scalars(problem))
     return ids, weights

@@ -27,20 +27,77 @@ ONE = Problem(experts=1, hidden=8, topk=1)
 PLAIN = Check(case="small", problem=SMALL, rows=5)
 
 INTERPRETED = """
-import json, torch
+import json, sys, torch
 from sglang_router_ext.bench import check
-from sglang_router_ext.bench.checks import Check
+from sglang_router_ext.bench.checks import Check, inputs_of
 from sglang_router_ext.bench.inputs import KINDS
+from sglang_router_ext.bench.launch import launch, truth
 from sglang_router_ext.contract import Gpu, Problem
 from sglang_router_ext.designs import TABLE
 
 torch.set_num_threads(1)
-design = TABLE["triton_select"]
-shapes = ((Problem(experts=9, hidden=8, topk=3), 1), (Problem(experts=33, hidden=8, topk=8, scale=2.5), 5))
+design, gpu = TABLE[sys.argv[1]], Gpu("none", 90)
+"""
+INTERPRETED_CHECKS = """
+dtype = {"weight_dtype": design.weight_dtypes[0]}
+shapes = [(Problem(experts=9, hidden=8, topk=3, **dtype), 1), (Problem(experts=33, hidden=8, topk=8, scale=2.5, **dtype), 5)]
+if "gate" in design.stages:
+    shapes.append((Problem(experts=5, hidden=1100, topk=2, **dtype), 33))
 todo = [Check(case="small", problem=problem, rows=rows, kind=kind) for kind in KINDS for problem, rows in shapes]
-gpu = Gpu("none", 90)
 outcomes = [*check.run([design], todo, gpu, "cpu"), *check.run_bad_inputs([design], "bad", shapes[1][0], gpu, "cpu")]
 print(json.dumps([(outcome.check, outcome.refused, outcome.failures) for outcome in outcomes]))
+"""
+INTERPRETED_WEIGHTS = """
+problem = Problem(experts=9, hidden=40, topk=3, weight_dtype="float32")
+plain = inputs_of(Check(case="small", problem=problem, rows=5, kind="one-hot"))
+weight = plain.weight.sign() * (1 + plain.weight.abs())
+long = torch.tensor(0x7E80FFFF, dtype=torch.int32).view(torch.float32)  # its rests are as large as they get
+found = []
+
+def judge(name, inputs):
+    logits, fp32 = launch(design, problem, inputs).logits, inputs.hidden.float() @ inputs.weight.t()
+    failures = check.examine(design, problem, inputs, truth(("gate",), problem, inputs))
+    infinite = ~fp32.isfinite()
+    same = torch.equal(logits[infinite].nan_to_num(7.0), fp32[infinite].nan_to_num(7.0)) and logits[~infinite].isfinite().all()
+    found.append((name, [*failures, *([] if same else ["an infinity or NaN is not that of fp32"])]))
+
+judge("largest", plain._replace(weight=weight.sign() * torch.finfo(torch.float32).max))
+judge("products below the largest", plain._replace(hidden=plain.hidden * 6, weight=torch.full_like(weight, long)))
+judge("about the smallest", plain._replace(weight=weight * 2.0**-122))
+for value in (float("inf"), float("-inf"), float("nan"), torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)):
+    for kind in ("random", "one-hot", "inf"):
+        inputs = inputs_of(Check(case="small", problem=problem, rows=5, kind=kind))
+        inputs.weight[2, 0], inputs.weight[4, 37] = value, value
+        judge(f"{value} in the weight, {kind}", inputs)
+judge("infinity in hidden, bf16 weight", inputs_of(Check(case="small", problem=problem, rows=5, kind="inf"))._replace(
+    weight=plain.weight.bfloat16().float()))
+subnormal = plain._replace(hidden=plain.hidden * 2, weight=torch.randn_like(weight) * 2.0**-135)
+error = launch(design, problem, subnormal).logits.double() - subnormal.hidden.double() @ subnormal.weight.double().t()
+found.append(("subnormal", [] if error.abs().max() <= 2.0**-149 else [f"off by {error.abs().max()}"]))
+print(json.dumps(found))
+"""
+INTERPRETED_PARTS = """
+from sglang_router_ext.gate import split_gemm
+
+kernel, judged = split_gemm.add_parts_kernel, []
+problem = Problem(experts=9, hidden=40, topk=3, weight_dtype="float32")
+inputs = inputs_of(Check(case="small", problem=problem, rows=5, kind="one-hot"))
+
+class Without:
+    def __init__(self, part):
+        self.part = part
+
+    def __getitem__(self, grid):
+        def run(sums, *rest, **options):
+            if self.part is not None:
+                sums.unflatten(1, (3, -1))[:, self.part] = 0
+            kernel[grid](sums, *rest, **options)
+        return run
+
+for part in (None, 0, 1, 2):
+    split_gemm.add_parts_kernel = Without(part)
+    judged.append((part, check.examine(design, problem, inputs, truth(("gate",), problem, inputs)) == []))
+print(json.dumps(judged))
 """
 
 
@@ -102,11 +159,12 @@ def test_enough_checks_for_every_design() -> None:
     for design in DESIGNS:
         if not design.target:
             continue
-        mine = [
-            c for c in model_checks() if KINDS[c.kind].concerns(design.stages) and not reasons(design, c.problem, c.rows, gpu)
-        ]
-        assert len([c for c in mine if c.rows <= 64]) >= 200, design.name
-        assert len({c.problem for c in mine}) >= 6, design.name
+        models, odd = (
+            [c for c in checks if KINDS[c.kind].concerns(design.stages) and not reasons(design, c.problem, c.rows, gpu)]
+            for checks in (model_checks(), odd_checks())
+        )
+        assert len([c for c in models if c.rows <= 64]) >= 200, design.name
+        assert len({c.problem for c in (*models, *odd)}) >= 6, design.name
     sizes = [check.problem for check in odd_checks()]
     assert {problem.experts for problem in sizes} >= {*range(1, 10), 33, 60, 257, 258, 320, 768, 896, 1024}
     assert {problem.hidden for problem in sizes} >= {8, 40, 2688, 2880, 7176}
@@ -183,10 +241,28 @@ def test_the_judge_of_bf16_logits_allows_their_rounding_alone() -> None:
     assert judge(want.logits.bfloat16() * float("nan"), want, SMALL) != []
 
 
-def test_triton_select_interpreted_on_every_kind_and_on_bad_arguments() -> None:
+def interpreted(design: str, code: str) -> list[list]:
+    """What ``code``, after the lines of INTERPRETED, printed last, with Triton's kernels interpreted on the CPU."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", INTERPRETED + code, design]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout.splitlines()[-1])
-    assert len(outcomes) > 50
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("design", ["triton_select", "split_gemm"])
+def test_triton_interpreted_on_every_kind_and_on_bad_arguments(design: str) -> None:
+    outcomes = interpreted(design, INTERPRETED_CHECKS)
+    assert len(outcomes) > 40
     assert [outcome for outcome in outcomes if outcome[1] or outcome[2]] == []
+
+
+def test_split_gemm_on_weights_at_the_ends_of_fp32() -> None:
+    outcomes = interpreted("split_gemm", INTERPRETED_WEIGHTS)
+    assert len(outcomes) == 17
+    assert [outcome for outcome in outcomes if outcome[1]] == []
+
+
+def test_one_hot_rows_need_every_part_of_a_split_weight() -> None:
+    judged = interpreted("split_gemm", INTERPRETED_PARTS)
+    assert judged == [[None, True], [0, False], [1, False], [2, False]]

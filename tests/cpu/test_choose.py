@@ -32,6 +32,16 @@ def test_the_named_pair_over_the_row_axis(rows: int, expected: tuple[str, str]) 
     assert names(GLM, rows) == expected
 
 
+def test_a_wide_weight_is_split_where_no_design_for_few_rows_takes_it() -> None:
+    glm46 = Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32")
+    assert names(glm46, 16) == ("pair", "pair")
+    assert names(glm46, 1024) == names(glm46, 129, backend="router_ext_single") == ("split_gemm", "warp_select")
+    assert names(glm46, 1024, backend="router_ext") == ("host", "warp_select")
+    on = msgspec.structs.replace(TABLE["split_gemm"], status="on", bands={H200.name: (Rows(129, 8192),)})
+    assert reasons(on, glm46, 1024, H200, named=False) == []
+    assert reasons(on, GLM, 1024, H200) == ["bfloat16 gate weight: takes float32"]
+
+
 def test_longest_stage_cover_comes_first() -> None:
     choice = choose(GLM, 4, H200, backend="router_ext_pair")
     assert choice.fused == "pair"
