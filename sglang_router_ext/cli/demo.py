@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from sglang_router_ext.demo.serve import ServeReport
 
 
-Layers = Annotated[int, typer.Option(help="of the model; the first has no experts")]
+Model = Annotated[
+    str,
+    typer.Option(help="whose router: glm (GLM-5.3-Flash's), glm-4 (GLM-4.6's, fp32 gate) or qwen3 (Qwen3-30B-A3B's, softmax)"),
+]
+Layers = Annotated[int, typer.Option(help="of the model; the first has no experts, but for Qwen3's")]
 Intermediate = Annotated[int, typer.Option(help="size of an expert")]
 Fp8 = Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")]
 Record = Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")]
@@ -56,6 +60,7 @@ def _report(name: str, run: Callable[..., CpuReport | ServeReport | LaunchReport
 @app.command()
 def demo(
     *,
+    model: Model = demonstration.MODEL,
     layers: Layers = demonstration.LAYERS,
     moe_intermediate: Intermediate = demonstration.MOE_INTERMEDIATE,
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
@@ -75,6 +80,7 @@ def demo(
         typer.echo("SGLANG_ROUTER_EXT=0 does not hold here: the demo runs SGLang with the plugin and without it", err=True)
     call = functools.partial(
         demonstration.run,
+        model=model,
         layers=layers,
         moe_intermediate=moe_intermediate,
         backend=backend,
@@ -89,6 +95,7 @@ def demo(
 @app.command()
 def serve_bench(
     *,
+    model: Model = demonstration.MODEL,
     layers: Layers = demonstration.LAYERS,
     moe_intermediate: Intermediate = demonstration.MOE_INTERMEDIATE,
     backend: Annotated[
@@ -104,6 +111,7 @@ def serve_bench(
     """Launch stock SGLang and backends of ours several times in mixed order, and compare the time of a decode step."""
     call = functools.partial(
         demonstration.launch,
+        model=model,
         layers=layers,
         moe_intermediate=moe_intermediate,
         backends=backend or [demonstration.BACKEND],

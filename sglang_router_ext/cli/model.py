@@ -124,6 +124,8 @@ def from_config(config: dict[str, Any]) -> Problem:
 def _linear(config: dict[str, Any]) -> Problem:
     """Of a model in :data:`LINEAR`."""
     experts, topk = LINEAR[config["model_type"]]
+    if config.get(experts) is None and config.get("num_local_experts") is not None:  # as newer transformers write it
+        experts = "num_local_experts"
     _expect_integers(config, experts, topk, "hidden_size")
     shape = {"experts": config[experts], "hidden": config["hidden_size"], "topk": config[topk]}
     if config["model_type"] == "minimax_m2":  # its block casts the hidden states in front of the gate

@@ -1,6 +1,6 @@
 """``sglang-router-ext demo``: stock SGLang and the plugin side by side. Imports no torch until it runs.
 
-checkpoint.py   a small model with GLM-5.3-Flash's router, from seeds; weights.py draws it inside an engine
+checkpoint.py   small models with the routers of GLM-5.3-Flash and others, from seeds; weights.py draws it inside an engine
 serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
 launches.py     engines launched several times in mixed order: ``serve-bench``
 compare.py      whether their tokens agree
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from sglang_router_ext.demo.launches import LaunchReport
     from sglang_router_ext.demo.serve import ServeReport
 
-LAYERS, MOE_INTERMEDIATE, BACKEND = 4, 64, "router_ext_pair"
+MODEL, LAYERS, MOE_INTERMEDIATE, BACKEND = "glm", 4, 64, "router_ext_pair"
 MAX_LAYERS, MAX_INTERMEDIATE = 256, 8192
 LAUNCHES, MAX_LAUNCHES = 3, 100
 
 
-def size_of(layers: int, moe_intermediate: int, backends: Sequence[str], *, fp8: bool, in_memory: bool) -> Size:
+def size_of(
+    layers: int, moe_intermediate: int, backends: Sequence[str], *, fp8: bool, in_memory: bool, model: str = MODEL
+) -> Size:
     """The model that is asked for. Raises :class:`~sglang_router_ext.contract.ContractError`."""
     from sglang_router_ext.contract import expect
-    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, Size
+    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, MODELS, Size
     from sglang_router_ext.designs import BACKENDS
 
+    expect(model in MODELS, "model", model, " | ".join(MODELS))
     expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
     fits = 16 <= moe_intermediate <= MAX_INTERMEDIATE and moe_intermediate % 16 == 0
     expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
@@ -40,11 +43,12 @@ def size_of(layers: int, moe_intermediate: int, backends: Sequence[str], *, fp8:
     expect(not fp8 or in_memory, "fp8", "a checkpoint on disk", "--in-memory")
     whole = not fp8 or moe_intermediate % FP8_BLOCK == 0
     expect(whole, "moe-intermediate", moe_intermediate, f"multiples of {FP8_BLOCK} in FP8")
-    return Size(layers, moe_intermediate, fp8)
+    return Size(layers, moe_intermediate, fp8, model)
 
 
 def launch(
     *,
+    model: str = MODEL,
     layers: int = LAYERS,
     moe_intermediate: int = MOE_INTERMEDIATE,
     backends: Sequence[str] = (BACKEND,),
@@ -63,7 +67,7 @@ def launch(
 
     from sglang_router_ext.contract import expect
 
-    size = size_of(layers, moe_intermediate, backends, fp8=fp8, in_memory=in_memory)
+    size = size_of(layers, moe_intermediate, backends, fp8=fp8, in_memory=in_memory, model=model)
     expect(1 <= launches <= MAX_LAUNCHES, "launches", launches, f"1 to {MAX_LAUNCHES}")
     expect(bool(backends) and len({*backends}) == len(backends), "moe-runner-backend", list(backends), "each one once")
     expect(torch.cuda.is_available(), "serve-bench", "no CUDA GPU here", "a machine with one")
@@ -80,6 +84,7 @@ def launch(
 
 def run(
     *,
+    model: str = MODEL,
     layers: int = LAYERS,
     moe_intermediate: int = MOE_INTERMEDIATE,
     backend: str = BACKEND,
@@ -91,18 +96,19 @@ def run(
 ) -> CpuReport | ServeReport:
     """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
 
-    ``backend``: of ours, what runs beside stock. With a GPU only: ``in_memory`` draws the weights on the GPU instead of writing
-    them, so that a model of any size can be served; ``fp8`` draws them in FP8; ``keep`` is a folder for checkpoint, logs and
-    traces; ``record`` writes the times to the records of this GPU, slower ones too, if all else holds. ``say`` gets a line of
-    progress at a time.
+    ``model``: whose router, by name. ``backend``: of ours, what runs beside stock. With a GPU only: any but the first model;
+    ``in_memory`` draws the weights on the GPU instead of writing them, so that a model of any size can be served; ``fp8`` draws
+    them in FP8; ``keep`` is a folder for checkpoint, logs and traces; ``record`` writes the times to the records of this GPU,
+    slower ones too, if all else holds. ``say`` gets a line of progress at a time.
     Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
     import torch
 
     from sglang_router_ext.contract import expect
 
-    size = size_of(layers, moe_intermediate, [backend], fp8=fp8, in_memory=in_memory)
+    size = size_of(layers, moe_intermediate, [backend], fp8=fp8, in_memory=in_memory, model=model)
     if not torch.cuda.is_available():
+        expect(model == MODEL, "model", f"{model}, no CUDA GPU", f"a machine with one, or {MODEL}")
         for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):
             expect(not given, option, "no CUDA GPU", "a machine with one: nothing is served without")
         from sglang_router_ext.demo import cpu

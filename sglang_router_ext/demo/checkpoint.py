@@ -1,4 +1,4 @@
-"""A small DeepSeek-V3-shaped checkpoint with GLM-5.3-Flash's router, written from seeds: 288 experts, hidden 4096, top-8.
+"""Small checkpoints with real models' routers, written from seeds; first GLM-5.3-Flash's: 288 experts, hidden 4096, top-8.
 
 ``load_format="dummy"`` will not do: such a model repeats two tokens whatever its router does. Here every tensor is normal, with
 a scale that keeps activations near 1 and makes the tokens vary. What the routed experts add is kept small: a single expert that
@@ -6,7 +6,8 @@ changes at a near-tie (which happens whenever a batch has another size) alters o
 bias alters one in five.
 
 The selection biases are spread as in a trained checkpoint (fp32, within 0.42 around 11.75), which leaves a median gap at the
-cut of 0.005. In bf16 they would collapse onto 7 values, so a router that narrows them picks other experts.
+cut of 0.005. In bf16 they would collapse onto 7 values, so a router that narrows them picks other experts. Where a model has
+none, its gate weights in FP8 are the mistake.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 from sglang_router_ext.build import cache_dir
 from sglang_router_ext.contract import Problem, expect
 
-MODEL = pathlib.Path(__file__).parent / "model.json"
+MODELS = {"glm": "model.json", "glm-4": "glm-4.json", "qwen3": "qwen3.json"}
+"""Name -> configuration in this folder: routers of GLM-5.3-Flash, GLM-4.6 (fp32 gate weight) and Qwen3-30B-A3B (softmax)."""
 BIAS_CENTRE, BIAS_SPREAD = 11.75, 0.42
 FP8_BLOCK = 128
 RECIPE = 1
@@ -35,21 +37,23 @@ RECIPE = 1
 
 
 class Size(msgspec.Struct, frozen=True):
-    """What may be chosen of the model; the router's shape may not. One layer, the first, has no experts."""
+    """What may be chosen of a model; its router's shape may not. The first layer has no experts, but for Qwen3's."""
 
     layers: int = 4
     moe_intermediate: int = 64
     fp8: bool = False
     """Linear layers and experts in FP8, a scale for every 128 x 128 weights, as DeepSeek-V3 has them."""
+    model: str = "glm"
+    """One of :data:`MODELS`."""
 
     @property
     def moe_layers(self) -> range:
-        return range(1, self.layers)
+        return range(0 if self.model == "qwen3" else 1, self.layers)
 
 
 def config(size: Size) -> dict:
     """The model's ``config.json``."""
-    base = json.loads(MODEL.read_text())
+    base = json.loads((pathlib.Path(__file__).parent / MODELS[size.model]).read_text())
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     return (
         base
@@ -60,12 +64,9 @@ def config(size: Size) -> dict:
 
 def problem(model: dict) -> Problem:
     """The router of every MoE layer of a config."""
-    return Problem(
-        experts=model["n_routed_experts"],
-        hidden=model["hidden_size"],
-        topk=model["num_experts_per_tok"],
-        scale=model["routed_scaling_factor"],
-    )
+    from sglang_router_ext.cli.model import from_config
+
+    return msgspec.structs.replace(from_config(model), scale=model.get("routed_scaling_factor", 1.0))
 
 
 class Spec(NamedTuple):
@@ -74,18 +75,20 @@ class Spec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     scale: float | None
+    dtype: torch.dtype = torch.bfloat16
+    """Of the two that multiply."""
 
 
 def router_specs(model: dict, layer: int) -> list[Spec]:
-    experts, hidden = model["n_routed_experts"], model["hidden_size"]
-    gate = f"model.layers.{layer}.mlp.gate"
-    return [
-        Spec(f"{gate}.weight", (experts, hidden), 0.6 * hidden**-0.5),
-        Spec(f"{gate}.e_score_correction_bias", (experts,), None),
-    ]
+    asked, gate = problem(model), f"model.layers.{layer}.mlp.gate"
+    shape, dtype = (asked.experts, asked.hidden), getattr(torch, asked.weight_dtype)
+    weight = Spec(f"{gate}.weight", shape, 0.6 * asked.hidden**-0.5, dtype)
+    return [weight, Spec(f"{gate}.e_score_correction_bias", (asked.experts,), None)] if asked.bias else [weight]
 
 
 def _attention_specs(model: dict, prefix: str) -> list[Spec]:
+    if "kv_lora_rank" not in model:
+        return _grouped_query_specs(model, prefix)
     hidden, heads, q_rank, kv_rank = (
         model[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
@@ -98,6 +101,31 @@ def _attention_specs(model: dict, prefix: str) -> list[Spec]:
         Spec(f"{prefix}.kv_a_layernorm.weight", (kv_rank,), 0),
         Spec(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), kv_rank), kv_rank**-0.5),
         Spec(f"{prefix}.o_proj.weight", (hidden, heads * value), (heads * value) ** -0.5),
+    ]
+
+
+def _grouped_query_specs(model: dict, prefix: str) -> list[Spec]:
+    hidden, heads, key_heads, head = (
+        model[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    return [
+        Spec(f"{prefix}.q_proj.weight", (heads * head, hidden), hidden**-0.5),
+        Spec(f"{prefix}.k_proj.weight", (key_heads * head, hidden), hidden**-0.5),
+        Spec(f"{prefix}.v_proj.weight", (key_heads * head, hidden), hidden**-0.5),
+        Spec(f"{prefix}.q_norm.weight", (head,), 0),
+        Spec(f"{prefix}.k_norm.weight", (head,), 0),
+        Spec(f"{prefix}.o_proj.weight", (hidden, heads * head), (heads * head) ** -0.5),
+    ]
+
+
+def _expert_specs(model: dict, prefix: str, hidden: int, width: int) -> list[Spec]:
+    """DeepSeek's loader takes all experts of a layer at once, the others one after the other."""
+    experts = problem(model).experts
+    if model["model_type"] != "deepseek_v3":
+        return [spec for i in range(experts) for spec in _mlp_specs(f"{prefix}.{i}", hidden, width, 0.25)]
+    return [
+        Spec(f"{prefix}.gate_up_proj", (experts, 2 * width, hidden), hidden**-0.5),
+        Spec(f"{prefix}.down_proj", (experts, hidden, width), 0.25 * width**-0.5),
     ]
 
 
@@ -116,16 +144,11 @@ def layer_specs(model: dict, layer: int) -> list[Spec]:
         Spec(f"{prefix}.post_attention_layernorm.weight", (hidden,), 0),
         *_attention_specs(model, f"{prefix}.self_attn"),
     ]
-    if layer < model["first_k_dense_replace"]:
+    if layer < model.get("first_k_dense_replace", 0):
         return found + _mlp_specs(f"{prefix}.mlp", hidden, model["intermediate_size"], 1.0)
-    experts, width = model["n_routed_experts"], model["moe_intermediate_size"]
-    return [
-        *found,
-        *router_specs(model, layer),
-        *_mlp_specs(f"{prefix}.mlp.shared_experts", hidden, width, 1.0),
-        Spec(f"{prefix}.mlp.experts.gate_up_proj", (experts, 2 * width, hidden), hidden**-0.5),
-        Spec(f"{prefix}.mlp.experts.down_proj", (experts, hidden, width), 0.25 * width**-0.5),
-    ]
+    width = model["moe_intermediate_size"]
+    shared = _mlp_specs(f"{prefix}.mlp.shared_experts", hidden, width, 1.0) if model.get("n_shared_experts") else []
+    return [*found, *router_specs(model, layer), *shared, *_expert_specs(model, f"{prefix}.mlp.experts", hidden, width)]
 
 
 def shards(model: dict) -> Iterator[list[Spec]]:
@@ -149,7 +172,7 @@ def make(spec: Spec, device: torch.device | str = "cpu") -> torch.Tensor:
         return BIAS_CENTRE + BIAS_SPREAD * (mean - 0.5)
     if spec.scale == 0:
         return torch.ones(spec.shape, dtype=torch.bfloat16, device=device)
-    return torch.empty(spec.shape, dtype=torch.bfloat16, device=device).normal_(0, spec.scale, generator=generator)
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device).normal_(0, spec.scale, generator=generator)
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,6 +191,11 @@ def rounded(bias: torch.Tensor) -> torch.Tensor:
     return bias.bfloat16().float()
 
 
+def mistake(model: dict) -> str:
+    """That of a model whose router has no selection bias, too."""
+    return "bf16 selection biases" if problem(model).bias else "FP8 gate weights"
+
+
 def folder(size: Size) -> pathlib.Path:
     """Where the checkpoint of ``size`` is kept, unless the user says otherwise."""
     return cache_dir() / f"demo-{_identity(size)[:12]}"
@@ -178,7 +206,7 @@ def _identity(size: Size) -> str:
 
 
 def bytes_of(model: dict) -> int:
-    """Size of the weights; exact but for biases and scales."""
+    """Size of the weights; exact but for fp32 routers, biases and scales."""
     fp8 = "quantization_config" in model
     specs = (spec for shard in shards(model) for spec in shard)
     return sum((1 if fp8 and multiplies(spec.name) else 2) * math.prod(spec.shape) for spec in specs)

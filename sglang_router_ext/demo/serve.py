@@ -31,7 +31,7 @@ STOCK = "stock"
 RECORD_KIND = "served"
 BATCHES = [1, 6, 16, 96]
 CHANGED_BATCH = BATCHES[2]
-"""At which the engines run with changed selection biases."""
+"""At which the engines run with changed routers."""
 SEQUENCES, TOKENS = 96, 32
 ROUNDS, PROFILES = 8, 2
 """Of the clock and of the profiler, for each engine and batch size."""
@@ -83,8 +83,8 @@ class ServeReport(msgspec.Struct, frozen=True):
     same: list[Judged]
     """Plugin against stock: must be the same computation."""
     changed: list[Judged]
-    """Stock with selection biases rounded to bf16 against stock: must be noticed. Then the plugin with these against stock with
-    these: must be the same again, as the plugin has to follow an update of the weights."""
+    """Stock with routers of less precision (``checkpoint.mistake``) against stock: must be noticed. Then the plugin with these
+    against stock with these: must be the same again, as the plugin has to follow an update of the weights."""
     seconds: float
 
     @property
@@ -150,7 +150,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     traces: dict[int, list[str]] = {}
     """Batch size -> profiler traces."""
     changed: Run | None = None
-    """As ``runs`` at CHANGED_BATCH, with the changed selection biases."""
+    """As ``runs`` at CHANGED_BATCH, with the changed routers."""
 
 
 def run(
@@ -179,7 +179,7 @@ def run(
             (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
         say("reading the profiles")
         served = {name: _served(outcome) for name, outcome in outcomes.items()}
-    stock, same, changed = _judge(outcomes[STOCK], outcomes[backend], backend)
+    stock, same, changed = _judge(outcomes[STOCK], outcomes[backend], backend, checkpoint.mistake(model))
     return ServeReport(
         torch.cuda.get_device_name(),
         str(checkpoint.problem(model)),
@@ -251,7 +251,11 @@ def fits(engines: int, model: dict, free: int) -> bool:
 
 def cache_bytes(model: dict) -> int:
     """Of the key-value cache, in bf16."""
-    return 2 * CACHE_TOKENS * model["num_hidden_layers"] * (model["kv_lora_rank"] + model["qk_rope_head_dim"])
+    latent = "kv_lora_rank" in model
+    token = (
+        model["kv_lora_rank"] + model["qk_rope_head_dim"] if latent else 2 * model["num_key_value_heads"] * model["head_dim"]
+    )
+    return 2 * CACHE_TOKENS * model["num_hidden_layers"] * token
 
 
 def memory_fraction(free: int) -> float:
@@ -317,7 +321,7 @@ def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool)
             for worker in in_turn(workers, PROFILES):
                 outcomes[worker.name].traces.setdefault(size, []).append(worker.ask(Profile(size), str))
         for worker in workers:
-            say(f"{worker.name}: the same with changed selection biases")
+            say(f"{worker.name}: the same with changed routers")
             worker.ask(Change(weights.NARROW), type(None))
             outcomes[worker.name].changed = worker.ask(Tokens(CHANGED_BATCH, SEQUENCES), Run)
         for worker in workers:
@@ -382,13 +386,13 @@ def hold_all_against(backend: str, stock: dict[int, Run], ours: dict[int, Run], 
     ]
 
 
-def _judge(stock: Outcome, ours: Outcome, backend: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
+def _judge(stock: Outcome, ours: Outcome, backend: str, mistake: str) -> tuple[Yardstick, list[Judged], list[Judged]]:
     measure = among_stock(stock.runs)
     same = hold_all_against(backend, stock.runs, ours.runs, measure)
     assert stock.changed is not None
     assert ours.changed is not None
     changed = [
-        hold_against("stock with bf16 selection biases against stock", stock.runs[CHANGED_BATCH], stock.changed, measure),
-        hold_against(f"{backend} against stock, both with bf16 selection biases", stock.changed, ours.changed, measure),
+        hold_against(f"stock with {mistake} against stock", stock.runs[CHANGED_BATCH], stock.changed, measure),
+        hold_against(f"{backend} against stock, both with {mistake}", stock.changed, ours.changed, measure),
     ]
     return measure, same, changed

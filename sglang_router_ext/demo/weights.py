@@ -43,11 +43,13 @@ def in_fp8(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
             yield f"{part}_scale_inv", scale
 
 
-def narrow_biases(model: Any, _named: list) -> None:
-    """Round the selection bias of every MoE layer to bf16."""
+def narrow_routers(model: Any, _named: list) -> None:
+    """Round the selection bias of every MoE layer to bf16, or its gate weight to FP8 where a model has no such bias."""
+    named = list(model.named_parameters())
+    biases = [(name, checkpoint.rounded(bias)) for name, bias in named if name.endswith("e_score_correction_bias")]
+    gates = ((name, weight) for name, weight in named if name.endswith("mlp.gate.weight"))
     with torch.no_grad():
-        biases = [(name, weight) for name, weight in model.named_parameters() if name.endswith("e_score_correction_bias")]
-        model.load_weights([(name, checkpoint.rounded(bias)) for name, bias in biases])
+        model.load_weights(biases or [(name, weight.to(torch.float8_e4m3fn).to(weight.dtype)) for name, weight in gates])
 
 
-DRAW, NARROW = (f"{__name__}.{function.__name__}" for function in (draw, narrow_biases))
+DRAW, NARROW = (f"{__name__}.{function.__name__}" for function in (draw, narrow_routers))

@@ -129,6 +129,7 @@ V4 = {**DEEPSEEK, "model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "
 def test_configurations_with_a_linear_gate() -> None:
     assert from_config(QWEN) == CASES["qwen3-30b-a3b"].problem
     assert from_config({"text_config": {**QWEN, "model_type": "qwen3_vl_moe_text"}}) == from_config(QWEN)
+    assert from_config({**QWEN, "num_experts": None, "num_local_experts": 128}) == from_config(QWEN)
     assert from_config(MIXTRAL) == CASES["mixtral-8x7b"].problem
     assert not from_config({**QWEN, "norm_topk_prob": False}).renormalize
     assert not from_config({**QWEN, "model_type": "olmoe"}).renormalize
@@ -197,6 +198,8 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
         (("bench", "--recorded", "h200", "--rows", ""), "error: rows: got ''"),
         (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got , allowed: a100 | "),
         (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", ""), "error: gate: got , allowed: auto | host"),
+        (("demo", "--model", "x"), "error: model: got x, allowed: glm | glm-4 | qwen3"),
+        (("demo", "--model", "qwen3"), "error: model: got qwen3, no CUDA GPU, allowed: a machine with one, or glm"),
         (("demo", "--layers", "3000000000"), "error: layers: got 3000000000, allowed: 2 to 256"),
         (
             ("demo", "--moe-runner-backend", "triton"),

@@ -49,10 +49,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Size:
 # --- checkpoint
 
 
-def test_the_router_is_that_of_glm_5_3_flash() -> None:
+@pytest.mark.parametrize(
+    ("model", "case", "mistake"),
+    [
+        ("glm", "glm-5.3-flash", "bf16 selection biases"),
+        ("glm-4", "glm-4.6", "bf16 selection biases"),
+        ("qwen3", "qwen3-30b-a3b", "FP8 gate weights"),
+    ],
+)
+def test_the_router_is_that_of_a_case(model: str, case: str, mistake: str) -> None:
     from sglang_router_ext.bench.cases import CASES
 
-    assert str(checkpoint.problem(checkpoint.config(Size()))) == str(CASES["glm-5.3-flash"].problem)
+    config = checkpoint.config(Size(model=model))
+    assert str(checkpoint.problem(config)) == str(CASES[case].problem)
+    assert checkpoint.mistake(config) == mistake
 
 
 def test_biases_collapse_in_bf16_and_ignore_the_default_dtype() -> None:
@@ -113,7 +123,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from sglang.srt.distributed import parallel_state
-from sglang.srt.models import deepseek_v2
+from sglang.srt.models import deepseek_v2, glm4_moe, qwen3_moe
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from sglang_router_ext.demo import checkpoint, weights
@@ -126,10 +136,14 @@ parallel_state.init_distributed_environment(
 )
 parallel_state.initialize_model_parallel()
 deepseek_v2.get_rope_wrapper = lambda *args, **options: torch.nn.Identity()  # on a CPU it wants YaRN; it has no weights
+glm4_moe.get_rope = qwen3_moe.get_rope = deepseek_v2.get_rope_wrapper
 torch.set_default_dtype(torch.bfloat16)
 
 def built(**options):
-    return deepseek_v2.DeepseekV3ForCausalLM(AutoConfig.from_pretrained(folder), **options)
+    config = AutoConfig.from_pretrained(folder)
+    (name,) = config.architectures
+    (kind,) = {vars(module)[name] for module in (deepseek_v2, glm4_moe, qwen3_moe) if name in vars(module)}
+    return kind(config, **options)
 """
 """What a process needs to build SGLang's model without a GPU; what follows it is the test."""
 
@@ -219,6 +233,31 @@ print("drawn")
 """
 
 
+LOADED_WITH_A_LINEAR_OR_AN_FP32_GATE = """
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
+model = built()
+loader = DefaultModelLoader(LoadConfig(load_format="auto"))
+def emptied():
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+
+emptied()
+model.load_weights(loader._get_weights_iterator(DefaultModelLoader.Source(folder, None)))
+unset = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+assert not unset, unset
+loaded = {name: parameter.clone() for name, parameter in model.named_parameters()}
+emptied()
+weights.draw(model, [])
+for name, parameter in model.named_parameters():
+    assert torch.equal(parameter, loaded[name]), name
+weights.narrow_routers(model, [])
+changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, loaded[name])]
+print("loaded", model.model.layers[1].mlp.gate.weight.dtype, *changed)
+"""
+
+
 def on_the_cpu(script: str, folder: pathlib.Path, store: pathlib.Path) -> str:
     """What ``script`` prints behind MODEL_ON_THE_CPU, in a process of its own."""
     command = [sys.executable, "-c", MODEL_ON_THE_CPU + script, str(folder), str(store)]
@@ -226,6 +265,22 @@ def on_the_cpu(script: str, folder: pathlib.Path, store: pathlib.Path) -> str:
     assert done.returncode == 0, done.stderr
     assert "not found in params_dict" not in done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("glm-4", "loaded torch.float32 model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("qwen3", "loaded torch.bfloat16 model.layers.0.mlp.gate.weight model.layers.1.mlp.gate.weight"),
+    ],
+)
+def test_sglang_loads_the_other_models(model: str, said: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 256, "head_dim": 64, "n_routed_experts" if model == "glm-4" else "num_experts": 16}
+    monkeypatch.setattr(
+        checkpoint, "config", lambda size: REAL_CONFIG(size) | {"vocab_size": 32, "num_attention_heads": 4} | shape
+    )
+    path = checkpoint.write(Size(2, 16, model=model), tmp_path / "model", lambda _text: None)
+    assert said in on_the_cpu(LOADED_WITH_A_LINEAR_OR_AN_FP32_GATE, path, tmp_path / "store")
 
 
 def test_sglang_takes_the_fp8_weights(tmp_path: pathlib.Path) -> None:

@@ -30,7 +30,7 @@ class Engine:
         assert os.environ["SGLANG_ROUTER_EXT"] == ("1" if self.ours else "0")
         self.open = False
         self.biases, self.drawn = "fp32", load_format == "auto"
-        assert custom_weight_loader == [f"sglang_router_ext.demo.weights.{name}" for name in ("draw", "narrow_biases")]
+        assert custom_weight_loader == [f"sglang_router_ext.demo.weights.{name}" for name in ("draw", "narrow_routers")]
 
     def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         answers = []
@@ -331,6 +331,11 @@ def test_engines_start_where_sglang_lets_all_have_their_cache(
         weights, cache = checkpoint.bytes_of(model), serve.cache_bytes(model)
         available = free - engines * weights - (engines - 1) * cache - serve.RESERVE
         assert available - free * (1 - serve.memory_fraction(free)) >= 0.999 * cache
+
+
+def test_a_cache_of_grouped_queries_is_counted_as_such() -> None:
+    model = checkpoint.config(Size(2, model="qwen3"))
+    assert serve.cache_bytes(model) == 2 * serve.CACHE_TOKENS * 2 * 2 * 4 * 128
 
 
 def test_a_small_gpu_keeps_half_for_weights_and_cache() -> None:
