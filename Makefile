@@ -32,7 +32,7 @@ format: $(READY) ## rewrite Python and CUDA sources in the one style
 	@$(BIN)/clang-format -i $(CUDA_SOURCES)
 
 readme: $(READY) ## write the generated parts of README.md
-	@$(BIN)/python -m sglang_router_ext.readme README.md
+	@$(BIN)/python -m sglang_router_ext.readme README.md docs/measured.md
 
 gpu-test: $(READY) ## tests/gpu; needs a CUDA GPU
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)
@@ -44,7 +44,7 @@ gpu-record: $(READY) ## check every design on this GPU, measure, record, and upd
 	@$(BIN)/sglang-router-ext demo --record
 	@$(BIN)/sglang-router-ext demo --record --layers 43 --moe-intermediate 128 --in-memory
 	@$(BIN)/sglang-router-ext demo --record --layers 8 --moe-intermediate 128 --in-memory --fp8 --moe-runner-backend router_ext
-	@$(BIN)/python -m sglang_router_ext.readme README.md
+	@$(BIN)/python -m sglang_router_ext.readme README.md docs/measured.md
 
 clean: ## remove .venv, caches and builds
 	rm -rf .venv build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

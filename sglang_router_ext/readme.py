@@ -1,4 +1,5 @@
-"""The generated parts of README.md: ``python -m sglang_router_ext.readme README.md`` rewrites them, a test compares them.
+"""The generated parts of README.md and docs/measured.md: ``python -m sglang_router_ext.readme FILE..`` rewrites them, a test
+compares them.
 
 A part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. Imports no torch.
 """
@@ -35,6 +36,7 @@ from sglang_router_ext.settings import SETTINGS
 
 SERVED, LAUNCHES = "served", "launches"
 """Kinds of records that ``demo --record`` and ``serve-bench --record`` write."""
+SUMMARY_ROWS = (1, 6, 16, 96, 1024)
 MARK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
@@ -85,17 +87,55 @@ def settings() -> str:
     )
 
 
-def results(records: Sequence[Record] | None = None) -> str:
-    """Cold times of whole routers, alone and with the plan, by GPU and case. ``records`` None: those of the package."""
-    listed = read_all() if records is None else records
+def _cold(records: Sequence[Record]) -> dict[tuple[str, str], list[BenchRecord]]:
+    """(GPU, case) -> cold times of whole routers, alone and with the plan, and of floors; in the order of the catalogue."""
     shown = (ROUTER, PLANNED, "floor")
-    times = [r for r in listed if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in shown]
+    times = [r for r in records if isinstance(r, BenchRecord) and r.cache == "cold" and r.stages in shown]
     order = [*CASES, *sorted({record.case for record in times} - CASES.keys())]
+    keys = sorted({(record.gpu, record.case) for record in times}, key=lambda key: (key[0], order.index(key[1])))
+    return {key: [record for record in times if (record.gpu, record.case) == key] for key in keys}
+
+
+def cases(records: Sequence[Record] | None = None) -> str:
+    """Cold times at every row count, a table for each GPU and case. ``records`` None: those of the package."""
     parts = [
-        _results_of([record for record in times if (record.gpu, record.case) == key], stages)
-        for key in sorted({(record.gpu, record.case) for record in times}, key=lambda key: (key[0], order.index(key[1])))
+        _results_of(times, stages)
+        for times in _cold(read_all() if records is None else records).values()
         for stages in (ROUTER, PLANNED)
-        if any((record.gpu, record.case, record.stages) == (*key, stages) for record in times)
+        if any(record.stages == stages for record in times)
+    ]
+    return "\n".join(parts) or "Nothing is recorded yet.\n"
+
+
+def _summary(times: dict[tuple[str, str], list[BenchRecord]], gpu: str, stages: str) -> str:
+    """A line for each case: SGLang's time and the fastest of ours."""
+    lines = []
+    for (_, case), mine in (item for item in times.items() if item[0][0] == gpu):
+        cells = []
+        for rows in SUMMARY_ROWS:
+            here = [record for record in mine if record.rows == rows and record.stages == stages]
+            ours = _fastest(record for record in here if is_ours(record))
+            host = _fastest(record for record in here if record.design == HOST[stages])
+            stale = " *" if ours and is_stale(ours) else ""
+            gain = f" ({host.median_us / ours.median_us:.2f}x){stale}" if host and ours else ""
+            cells.append(f"{host.median_us:.1f} > {ours.median_us:.1f}{gain}" if host and ours else "-")
+        if any(cell != "-" for cell in cells):
+            lines.append((f"{case}: {_shape(mine[0])}", *cells))
+    what = "with the plan of the experts" if stages == PLANNED else "alone"
+    title = f"Routers {what} on {gpu}: microseconds with a cold cache, SGLang's > the fastest of ours"
+    older = "\n* measured with older sources of the design.\n" if any("*" in cell for line in lines for cell in line) else ""
+    return f"{title}.\n\n{table(('rows', *map(str, SUMMARY_ROWS)), lines)}{older}"
+
+
+def results(records: Sequence[Record] | None = None) -> str:
+    """The cold times of all cases at a few row counts, served runs, and checks. ``records`` None: those of the package."""
+    listed = read_all() if records is None else records
+    times = _cold(listed)
+    parts = [
+        _summary(times, gpu, stages)
+        for gpu in dict.fromkeys(gpu for gpu, _ in times)
+        for stages in (ROUTER, PLANNED)
+        if any(record.stages == stages for (here, _), mine in times.items() if here == gpu for record in mine)
     ]
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in _of_kind(SERVED, listed):
@@ -127,13 +167,16 @@ def _results_of(times: Sequence[BenchRecord], stages: str) -> str:
     if any(is_ours(record) and is_stale(record) for record in times):
         notes.append("* measured with older sources of the design.")
     runs = ", ".join(f"{run} ({time[:10]})" for run, time in dict.fromkeys((record.run, record.time) for record in times))
-    what = CASES[first.case].what if first.case in CASES else ""
-    shape = f"{first.experts} experts, hidden {first.hidden}, top-{first.topk}{what and f', {what}'}"
-    title = f"**{first.case}** on {first.gpu}{', with the plan of the experts' * planned}: {shape}; median"
+    title = f"**{first.case}** on {first.gpu}{', with the plan of the experts' * planned}: {_shape(first)}; median"
     header = ("rows", "reading the weight", "SGLang", "fastest peer", "fastest of ours", "SGLang / ours")
     versions = "; ".join(dict.fromkeys(_versions(record) for record in times))
     text = f"{title} microseconds with a cold cache; {versions}; runs {runs}.\n\n{table(header, lines)}"
     return text + "".join(f"\n{note}\n" for note in notes)
+
+
+def _shape(record: BenchRecord) -> str:
+    what = CASES[record.case].what if record.case in CASES else ""
+    return f"{record.experts} experts, hidden {record.hidden}, top-{record.topk}{what and f', {what}'}"
 
 
 def _versions(record: BenchRecord) -> str:
@@ -260,7 +303,7 @@ def _checks(checks: Sequence[CheckRecord]) -> str:
     return f"Checks against the oracle: {'; '.join(parts)}.\n"
 
 
-PARTS = {"designs": designs, "backends": backends, "settings": settings, "results": results}
+PARTS = {"designs": designs, "backends": backends, "settings": settings, "results": results, "cases": cases}
 
 
 def rendered(text: str) -> str:
@@ -268,10 +311,10 @@ def rendered(text: str) -> str:
     return MARK.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}", text)
 
 
-def main(file: str) -> None:
-    path = pathlib.Path(file)
+def main(*files: str) -> None:
     try:
-        path.write_text(rendered(path.read_text()))
+        for path in map(pathlib.Path, files):
+            path.write_text(rendered(path.read_text()))
     except RecordError as error:
         sys.exit(f"error: {error}")
 

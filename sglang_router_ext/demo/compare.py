@@ -98,6 +98,14 @@ def yardstick(stock: list[Comparison]) -> Yardstick:
     return Yardstick(max(len(found.differences) / found.sequences for found in stock), max(found.largest for found in stock))
 
 
+def more_than(found: Comparison, other: Comparison) -> list[str]:
+    """That ``found`` differs in more sequences than ``other``, by three standard deviations; in words, empty: it does not."""
+    one, two = len(found.differences) / found.sequences, len(other.differences) / other.sequences
+    both = (len(found.differences) + len(other.differences)) / (found.sequences + other.sequences)
+    chance = 3 * math.sqrt(both * (1 - both) * (1 / found.sequences + 1 / other.sequences))
+    return [f"{one:.0%} of the sequences differ, and {two:.0%} with the plugin"] if one - two > chance else []
+
+
 def verdict(found: Comparison, stock: Yardstick) -> list[str]:
     """Everything that speaks against the two runs being the same computation, in words; empty: nothing does."""
     against = []

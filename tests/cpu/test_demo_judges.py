@@ -74,6 +74,13 @@ def test_equal_stock_runs_still_allow_a_difference_by_chance() -> None:
     assert compare.verdict(differing(96, 0.0), exact)
 
 
+def test_a_change_is_told_from_a_plugin_that_moves_fewer_sequences() -> None:
+    changed, plugin = differing(96, 0.5), differing(17, 0.3)
+    assert compare.more_than(changed, plugin) == ["100% of the sequences differ, and 18% with the plugin"]
+    assert compare.more_than(changed, changed) == []
+    assert compare.more_than(differing(20, 0.5), plugin) == []
+
+
 # --- trace
 
 STOCK_LAYER = [

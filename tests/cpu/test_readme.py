@@ -20,6 +20,7 @@ from sglang_router_ext.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs/measured.md").read_text()
 IDENTITY: dict[str, Any] = {
     "schema": 1,
     "run": "0123456789ab",
@@ -32,11 +33,13 @@ IDENTITY: dict[str, Any] = {
 
 def test_generated_parts_are_current() -> None:
     assert readme.rendered(TEXT) == TEXT, "make readme"
+    assert readme.rendered(MEASURED) == MEASURED, "make readme"
 
 
 def test_every_part_stands_in_the_readme() -> None:
     assert [match[2] for match in readme.MARK.finditer(TEXT)] == ["backends", "settings", "designs", "results"]
-    assert set(readme.PARTS) == {"backends", "settings", "designs", "results"}
+    assert [match[2] for match in readme.MARK.finditer(MEASURED)] == ["cases"]
+    assert set(readme.PARTS) == {"backends", "settings", "designs", "results", "cases"}
 
 
 def test_the_first_lines_say_what_it_is_not() -> None:
@@ -137,8 +140,15 @@ RECORDS = [
 ]
 
 
-def test_results_show_the_fastest_of_each_side() -> None:
-    text = readme.results(RECORDS)
+def test_results_show_sglang_and_the_fastest_of_ours_in_a_line() -> None:
+    text = readme.results([*RECORDS, bench("cublas_gemm+warp_select", 1024, 15.0), bench("sglang-pair", 1024, 14.0)])
+    line = "| glm-5.3-flash: 288 experts, hidden 4096, top-8 | 6.2 > 5.0 (1.24x) | 7.7 > 5.5 (1.40x) | - | - | 14.0 > 15.0"
+    assert line in text
+    assert "with the plan" not in text
+
+
+def test_cases_show_the_fastest_of_each_side() -> None:
+    text = readme.cases(RECORDS)
     assert "| 1 | 2.60 | 6.20 | 6.20 `sglang-pair` | 5.00 `pair` | 1.24x |" in text
     assert "| 6 | - | 7.70 | 7.20 `flashinfer-pair` | 5.50 `pair` | 1.40x |" in text
     assert "0123456789ab (2026-11-30)" in text
@@ -147,14 +157,15 @@ def test_results_show_the_fastest_of_each_side() -> None:
 def test_a_plan_is_raced_against_sglangs_count_and_sort() -> None:
     planned = {"stages": "gate+selection+plan"}
     lines = [bench("single", 6, 5.0, kernels=1, **planned), bench("sglang-pair+align", 6, 9.0, kernels=3, **planned)]
-    text = readme.results([*RECORDS, *lines])
+    text = readme.cases([*RECORDS, *lines])
     assert "| 6 | - | 9.00, 3 kernels | 9.00 `sglang-pair+align`, 3 kernels | 5.00 `single`, 1 kernel | 1.80x |" in text
 
 
 def test_results_of_older_sources_are_marked() -> None:
-    text = readme.results([bench("pair", 1, 5.0, source_hash="0" * 16)])
-    assert "5.00 `pair` * |" in text
-    assert "older sources" in text
+    old = [bench("pair", 1, 5.0, source_hash="0" * 16), bench("sglang-pair", 1, 6.0)]
+    for text, cell in ((readme.cases(old), "5.00 `pair` * |"), (readme.results(old), "6.0 > 5.0 (1.20x) * |")):
+        assert cell in text
+        assert "older sources" in text
 
 
 def test_checks_and_served_steps_are_listed() -> None:
@@ -213,7 +224,7 @@ def test_steps_without_a_spread_are_not_shown() -> None:
 
 
 def test_without_records_it_says_so() -> None:
-    assert readme.results([]) == "Nothing is recorded yet.\n"
+    assert readme.results([]) == readme.cases([]) == "Nothing is recorded yet.\n"
 
 
 def test_cells_are_escaped() -> None:
