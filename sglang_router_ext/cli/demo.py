@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Option(help="whose router: glm (GLM-5.3-Flash's), glm-4 (GLM-4.6's, fp32 gate) or qwen3 (Qwen3-30B-A3B's, softmax)"),
+    typer.Option(
+        help="whose router: glm (GLM-5.3-Flash's), glm-4 (GLM-4.6's, fp32 gate), qwen3 (Qwen3-30B-A3B's, softmax), deepseek-v3"
+        " (groups) or kimi-k2"
+    ),
 ]
 Layers = Annotated[int, typer.Option(help="of the model; the first has no experts, but for Qwen3's")]
 Intermediate = Annotated[int, typer.Option(help="size of an expert")]

@@ -28,8 +28,15 @@ import torch
 from sglang_router_ext.build import cache_dir
 from sglang_router_ext.contract import Problem, expect
 
-MODELS = {"glm": "model.json", "glm-4": "glm-4.json", "qwen3": "qwen3.json"}
-"""Name -> configuration in this folder: routers of GLM-5.3-Flash, GLM-4.6 (fp32 gate weight) and Qwen3-30B-A3B (softmax)."""
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "glm": ("model.json", {}),
+    "glm-4": ("glm-4.json", {}),
+    "qwen3": ("qwen3.json", {}),
+    "deepseek-v3": ("model.json", {"hidden_size": 7168, "n_routed_experts": 256, "n_group": 8, "topk_group": 4}),
+    "kimi-k2": ("model.json", {"hidden_size": 7168, "n_routed_experts": 384}),
+}
+"""Name -> configuration in this folder, and what changes in it: routers of GLM-5.3-Flash, GLM-4.6 (fp32 gate weight),
+Qwen3-30B-A3B (softmax), DeepSeek-V3 (groups) and Kimi K2."""
 BIAS_CENTRE, BIAS_SPREAD = 11.75, 0.42
 FP8_BLOCK = 128
 RECIPE = 1
@@ -53,7 +60,8 @@ class Size(msgspec.Struct, frozen=True):
 
 def config(size: Size) -> dict:
     """The model's ``config.json``."""
-    base = json.loads((pathlib.Path(__file__).parent / MODELS[size.model]).read_text())
+    file, changes = MODELS[size.model]
+    base = json.loads((pathlib.Path(__file__).parent / file).read_text()) | changes
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     return (
         base

@@ -74,6 +74,8 @@ def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, A
         counters.count("selection", HOST, refusal)
         if isinstance(handed, Plan):
             hand_over(logits, refusal)
+            if handed.problem.logits_dtype == "bfloat16":
+                call["gating_output"] = logits.bfloat16()  # what SGLang's own gate gives
         return original(**call)
     # Once only: SGLang masks and remaps the tensors that it gets in place.
     hand_over(logits, TAKEN)

@@ -133,8 +133,8 @@ class Layer:
             ids, weights = route.select(logits, bias)
         else:
             counters.count("gate", prefix + choice.gate)
-            if choice.fused is None and route.problem.logits_dtype == "bfloat16":
-                logits = logits.bfloat16()  # what SGLang's own gate gives; a fused design has rounded them
+            if ids is None and route.problem.logits_dtype == "bfloat16":
+                logits = logits.bfloat16()  # what SGLang's own gate gives
         if ids is None or weights is None:
             return hand_over(logits, self._why(choice, "selection", len(hidden)))
         if logits.is_inference():

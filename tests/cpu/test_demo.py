@@ -55,6 +55,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Size:
         ("glm", "glm-5.3-flash", "bf16 selection biases"),
         ("glm-4", "glm-4.6", "bf16 selection biases"),
         ("qwen3", "qwen3-30b-a3b", "FP8 gate weights"),
+        ("deepseek-v3", "deepseek-v3", "bf16 selection biases"),
+        ("kimi-k2", "kimi-k2", "bf16 selection biases"),
     ],
 )
 def test_the_router_is_that_of_a_case(model: str, case: str, mistake: str) -> None:

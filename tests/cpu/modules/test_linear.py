@@ -60,8 +60,8 @@ def test_sglangs_own_modules_select_what_the_oracle_selects(rows, gate, selectio
     assert left is None
     assert torch.equal(output.topk_ids.long(), truth.ids)
     torch.testing.assert_close(output.topk_weights, truth.weights.float())
-    assert logits.dtype == (torch.float32 if gate == "pair" else torch.bfloat16)
-    assert torch.equal(logits.double(), truth.read)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.bfloat16().double(), truth.read)
     assert output.router_logits is logits
     assert paths() == [("gate", f"reference:{gate}"), ("selection", f"reference:{selection}")]
 
@@ -90,6 +90,18 @@ def test_logits_stay_in_fp32_where_that_is_asked_for(gate, ran):
     assert torch.equal(output.topk_ids.long(), truth.ids)
     torch.testing.assert_close(output.topk_weights, truth.weights.float())
     assert [design for _, design in paths()] == [f"reference:{name}" for name in ran]
+
+
+@pytest.mark.parametrize("rows", [2, LAST + 1])
+def test_sglangs_selection_sees_bf16_logits_where_it_asks_for_something_else(host, rows):
+    module, select = build_linear()
+    hidden = rows_of(rows)
+    logits, _ = module(hidden)
+    select.topk_config.top_k = TOPK - 1
+    select_as_on_cuda(select, hidden, logits)
+    (seen,) = host
+    assert seen.dtype == torch.bfloat16
+    assert torch.equal(seen.double(), truth_of(module, hidden).read)
 
 
 def test_the_factor_is_sglangs(host):
