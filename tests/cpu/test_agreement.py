@@ -194,3 +194,48 @@ def test_another_group_is_allowed_within_the_bounds_of_the_scores() -> None:
 
 def test_of_groups_that_tie_the_lower_one_is_owed() -> None:
     assert judged_with_another_group(0.0) != []
+
+
+# --- score rules
+
+RULES = {
+    name: Problem(experts=64, hidden=64, topk=4, **fields)
+    for name, fields in {
+        "sigmoid": {},
+        "sqrtsoftplus": {"score": "sqrtsoftplus"},
+        "NaN first": {"score": "sqrtsoftplus", "nan_first": True},
+        "softmax": {"score": "softmax", "bias": False},
+        "all experts": {"score": "softmax", "bias": False, "renormalize": False},
+        "softcap": {"score": "softmax", "bias": False, "softcap": 5.0},
+        "bf16 logits": {"score": "softmax", "bias": False, "logits_dtype": "bfloat16"},
+    }.items()
+}
+
+
+def selected(problem: Problem) -> reference.Truth:
+    """Logits in steps below bf16's, so that those tie which it rounds to one value, and a NaN in the last row."""
+    logits = 4.0 + torch.arange(2 * 64).reshape(2, 64) * 37 % 64 * 2.0**-8
+    logits[1, 5] = float("nan")
+    return reference.select(problem, logits, torch.zeros(64) if problem.bias else None)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("other", RULES)
+def test_a_result_by_another_rule_is_wrong(rule: str, other: str) -> None:
+    problem, truth = RULES[rule], selected(RULES[rule])
+    result = Result(None, *reference.outputs(problem, selected(RULES[other])))
+    assert bool(compare(result, truth, problem, TABLE["warp_select"])) == (rule != other)
+
+
+def test_logits_that_are_rounded_for_the_model_may_be_off_by_its_rounding_and_no_more() -> None:
+    problem = RULES["bf16 logits"]
+    hidden, weight = torch.ones(1, 64).bfloat16(), torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    truth = reference.route(problem, hidden, weight, None)
+    for logits, wanted in (
+        (truth.logits.float(), True),
+        (truth.logits.bfloat16().float(), True),
+        ((truth.logits * 1.02).bfloat16().float(), False),
+        ((truth.logits * 1.0001).float(), False),
+    ):
+        selection = reference.outputs(problem, reference.select(problem, logits, None))
+        assert (compare(Result(logits, *selection), truth, problem, TABLE["pair"]) == []) == wanted
