@@ -36,10 +36,9 @@ def test_a_wide_weight_is_split_where_no_design_for_few_rows_takes_it() -> None:
     glm46 = Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32")
     assert names(glm46, 16) == ("pair", "pair")
     assert names(glm46, 1024) == names(glm46, 129, backend="router_ext_single") == ("split_gemm", "warp_select")
-    assert names(glm46, 1024, backend="router_ext") == ("host", "warp_select")
-    on = msgspec.structs.replace(TABLE["split_gemm"], status="on", bands={H200.name: (Rows(129, 8192),)})
-    assert reasons(on, glm46, 1024, H200, named=False) == []
-    assert reasons(on, GLM, 1024, H200) == ["bfloat16 gate weight: takes float32"]
+    assert names(glm46, 1024, backend="router_ext") == ("split_gemm", "warp_select")
+    assert names(glm46, 1025, backend="router_ext") == ("host", "warp_select")
+    assert reasons(TABLE["split_gemm"], GLM, 1024, H200) == ["bfloat16 gate weight: takes float32"]
 
 
 def test_longest_stage_cover_comes_first() -> None:
@@ -236,7 +235,7 @@ def test_selections_alone_do_not_follow_a_gate_that_rounds() -> None:
 
 def test_no_gate_alone_is_measured_with_rounded_logits() -> None:
     assert names(GLM, 7, backend="router_ext", unavailable={"pair": "x", "single": "x", "warp_select": "x"})[0] == "small_rows"
-    choice = choose(QWEN, 7, H200, backend="router_ext")
+    choice = choose(QWEN, 7, H200, backend="router_ext", unavailable={"pair": "x", "single": "x", "warp_select": "x"})
     assert (choice.gate, choice.selection) == ("host", "host")
     assert choice.losers["small_rows"] == ["bfloat16 logits: not measured on NVIDIA H200"]
-    assert choice.losers["single"] == ["softmax scores: not measured on NVIDIA H200"]
+    assert names(QWEN, 7, backend="router_ext") == ("single", "single")
