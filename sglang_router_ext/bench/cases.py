@@ -93,7 +93,6 @@ CASES = {
             layers=62,
             served_by="MiniMaxM2ForCausalLM",
             what="fp32 gate weight",
-            stands_for="MiniMax-M2 casts its hidden states to fp32, which no gate of ours takes: its selection alone is linked",
         ),
         Case(
             name="glm-4.5-air-bf16",

@@ -128,11 +128,9 @@ def _linear(config: dict[str, Any]) -> Problem:
         experts = "num_local_experts"
     _expect_integers(config, experts, topk, "hidden_size")
     shape = {"experts": config[experts], "hidden": config["hidden_size"], "topk": config[topk]}
-    if config["model_type"] == "minimax_m2":  # its block casts the hidden states in front of the gate
+    if config["model_type"] == "minimax_m2":
         bias = config.get("use_routing_bias") is True
-        return Problem(
-            **shape, score=config.get("scoring_func") or "sigmoid", bias=bias, hidden_dtype="float32", weight_dtype="float32"
-        )
+        return Problem(**shape, score=config.get("scoring_func") or "sigmoid", bias=bias, weight_dtype="float32")
     renormalize = config.get("norm_topk_prob") is not False and config["model_type"] != "olmoe"
     return Problem(**shape, score="softmax", bias=False, renormalize=renormalize, logits_dtype="bfloat16")
 

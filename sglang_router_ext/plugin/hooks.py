@@ -82,6 +82,20 @@ def _linear(module: str, block: str, *takes: str) -> Hook:
     )
 
 
+def _cast(forward: str, *takes: str) -> Hook:
+    """The hook of a forward of MiniMax-M2's block, which casts the hidden states in front of its gate."""
+    return Hook(
+        target=f"sglang.srt.models.minimax_m2.MiniMaxM2MoE.{forward}",
+        kind="before",
+        where=SCHEDULER,
+        for_backend=False,
+        function="linear:before_cast",
+        parameters=("self", "hidden_states", *takes),
+        why="the block casts its hidden states for the gate alone, whose kernels here read bf16",
+        remove_when="the block gives its gate the hidden states as they are",
+    )
+
+
 def _selection(name: str, function: str, *more: str) -> Hook:
     """The hook of a function by which select_experts selects."""
     return Hook(
@@ -144,6 +158,8 @@ HOOKS: tuple[Hook, ...] = (
     _linear("olmoe", "OlmoeMoE", *_MIXTRAL, "params_dtype", "quant_config", "layer_id", "prefix"),
     _linear("hunyuan", "HunYuanSparseMoeBlock", "config", "quant_config", "layer_id"),
     _linear("minimax_m2", "MiniMaxM2MoE", "config", "layer_id", "quant_config", "prefix"),
+    _cast("forward_normal"),
+    _cast("forward_deepep", "forward_batch"),
     Hook(
         target="sglang.srt.models.deepseek_v2.DeepseekV2MoE._forward_shared_experts",
         kind="before",

@@ -104,6 +104,8 @@ class Layer:
         self.config = config
         self.refusal = refusal
         self.linear = linear
+        self.before_cast: torch.Tensor | None = None
+        """What this call's hidden states were before the block cast them, where it does; see ``linear.py``."""
         self._elsewhere = dict.fromkeys(_SELECTIONS, ELSEWHERE) if selects_elsewhere(config) else {}
         self.forms: Forms = {}
         self._bound: tuple[Any, ...] | None = None

@@ -17,7 +17,7 @@ import torch
 from sglang_router_ext.plugin import counters
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.handover import hand_over
-from sglang_router_ext.plugin.layer import LINK, link
+from sglang_router_ext.plugin.layer import LINK, Layer, link
 
 
 def link_moe(result: None, moe: Any, *args: Any, **kwargs: Any) -> None:
@@ -26,17 +26,28 @@ def link_moe(result: None, moe: Any, *args: Any, **kwargs: Any) -> None:
     moe.gate.forward = functools.partial(forward, moe.gate)  # a copy of the module copies it with itself
 
 
+def before_cast(moe: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """BEFORE the forwards of MiniMaxM2MoE, which cast their hidden states to fp32 for the gate alone: ours reads them as they
+    were.
+    """
+    if not torch.compiler.is_compiling():
+        moe.gate.__dict__[LINK].before_cast = hidden_states
+
+
 def forward(gate: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of one gate: ``x`` [rows, hidden] -> logits [rows, experts], and the bias that is left to add."""
     own = type(gate).forward
     if torch.compiler.is_compiling():  # a compiler traces SGLang's own code
         return own(gate, x)
+    layer: Layer = gate.__dict__[LINK]
+    uncast, layer.before_cast = layer.before_cast, None
     refusal = _refuses(gate)
     if refusal is not None:
         counters.count("gate", HOST, refusal)
         logits, bias = own(gate, x)
         return hand_over(logits, refusal), bias
-    return gate.__dict__[LINK].logits(gate, x, lambda: own(gate, x)[0]), None
+    hidden = uncast if uncast is not None and x.dtype == torch.float32 and uncast.shape == x.shape else x
+    return layer.logits(gate, hidden, lambda: own(gate, x)[0]), None
 
 
 def _refuses(gate: Any) -> str | None:

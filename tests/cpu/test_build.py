@@ -110,7 +110,7 @@ from sglang_router_ext import build
 build.USUAL_HOME = pathlib.Path("/nowhere")
 assert build.find_toolchain().source == "pip"
 with build.target(90):
-    assert build.load("selection/warp_select.cuh", "WarpSelect<1, true, false>").run
+    assert build.load("selection/warp_select.cuh", "WarpSelect<1, true, false, ::rx::Score::kSigmoid>").run
 """
 
 

@@ -82,6 +82,7 @@ def test_a_gate_alone_leaves_selection_and_runner_untouched():
     linear = {hook.target for hook in HOOKS if hook.function == "linear:link_moe"}
     assert len(linear) == 9
     names = {f"{block}.__init__" for block in linked} | {f"{gate}.forward" for gate in gates}
+    names |= {f"minimax_m2.MiniMaxM2MoE.{forward}" for forward in ("forward_normal", "forward_deepep")}
     assert targets == {f"sglang.srt.models.{name}" for name in names} | linear
 
 

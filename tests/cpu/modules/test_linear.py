@@ -137,13 +137,14 @@ def test_logits_of_sglangs_gate_go_to_sglangs_selection_as_they_are(host):
     assert f"warp_select: {ROUNDED}" in reasons("selection")[0]
 
 
-def test_nothing_is_chosen_before_it_is_measured(host):
+def test_what_is_measured_is_chosen_and_nothing_else(host):
     module, select = build_linear("router_ext")
-    hidden = rows_of(7)
-    select_as_on_cuda(select, hidden, module(hidden)[0])
-    assert paths() == [("gate", "host"), ("selection", "host")]
-    assert "pair: softmax scores: not measured on NVIDIA H200" in reasons("gate")[0]
-    assert "small_rows: bfloat16 logits: not measured on NVIDIA H200" in reasons("gate")[0]
+    for rows in (7, 97):
+        hidden = rows_of(rows)
+        select_as_on_cuda(select, hidden, module(hidden)[0])
+    measured = {("gate", "reference:pair"), ("selection", "reference:pair")}
+    assert set(paths()) == {*measured, ("gate", "host"), ("selection", "host")}
+    assert "cublas_gemm: on trial" in reasons("gate")[0]
     assert "warp_select: softmax scores: not measured on NVIDIA H200" in reasons("selection")[0]
 
 
@@ -318,18 +319,48 @@ def test_a_real_moe_block_is_linked_and_runs_on_our_core(kind: type):
     hidden = rows_of(3)
     if kind is minimax_m2.MiniMaxM2MoE:
         block.e_score_correction_bias.data.normal_(std=0.1)
-        wide = hidden.float()
-        output = select_as_on_cuda(block.topk, hidden, block.gate(wide)[0])
-        problem = Problem(experts=EXPERTS, hidden=HIDDEN, topk=TOPK)
-        truth = reference.route(problem, wide, block.gate.weight, block.e_score_correction_bias)
-        assert paths() == [("gate", "host"), ("selection", "reference:warp_select")]
-        assert "float32 hidden states: takes bfloat16" in reasons("gate")[0]
+        output = routed_by(block, hidden)
+        problem = Problem(experts=EXPERTS, hidden=HIDDEN, topk=TOPK, weight_dtype="float32")
+        truth = reference.route(problem, hidden, block.gate.weight, block.e_score_correction_bias)
+        assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
     else:
         output = select_as_on_cuda(block.topk, hidden, block.gate(hidden)[0])
         truth = truth_of(block.gate, hidden, renormalize=block.topk.topk_config.renormalize)
         assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
     assert torch.equal(output.topk_ids.long(), truth.ids)
     torch.testing.assert_close(output.topk_weights, truth.weights.float())
+
+
+def routed_by(block, hidden, forward="forward_normal"):
+    """What a MoE block's own ``forward`` hands its experts."""
+    select, seen = block.topk, []
+    del block.topk, block.experts
+    block.topk = lambda states, logits: select_as_on_cuda(select, states, logits)
+    block.experts = lambda hidden_states, topk_output: seen.append(topk_output) or hidden_states
+    getattr(block, forward)(hidden, *[None] * (forward == "forward_deepep"))
+    return seen[0]
+
+
+@pytest.mark.parametrize("forward", ["forward_normal", "forward_deepep"])
+def test_a_gate_reads_hidden_states_as_they_were_before_the_block_cast_them(forward, monkeypatch):
+    with reference_mode.reference_mode():
+        block = minimax_m2.MiniMaxM2MoE(**BLOCKS[minimax_m2.MiniMaxM2MoE])
+    block.gate.weight.data.normal_(std=0.1)
+    block.e_score_correction_bias.data.normal_(std=0.1)
+    hidden, linked = rows_of(5), block.gate.__dict__[layer.LINK]
+    output = routed_by(block, hidden, forward)
+    truth = reference.route(
+        Problem(experts=EXPERTS, hidden=HIDDEN, topk=TOPK, weight_dtype="float32"),
+        hidden,
+        block.gate.weight,
+        block.e_score_correction_bias,
+    )
+    assert torch.equal(output.topk_ids.long(), truth.ids)
+    torch.testing.assert_close(output.topk_weights, truth.weights.float())
+    assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
+    assert linked.before_cast is None
+    block.gate(hidden.float())  # of nobody who said what it was
+    assert "float32 hidden states: takes bfloat16" in reasons("gate")[0]
 
 
 def test_deterministic_inference_is_sglangs(host):

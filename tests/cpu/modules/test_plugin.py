@@ -149,12 +149,15 @@ def test_glm_4s_fp32_gate_is_routed_by_ours(backend: str):
     assert paths() == [("gate", name), ("selection", name)]
 
 
-def test_an_fp32_gate_is_not_chosen_before_it_is_measured():
+def test_an_fp32_gate_is_chosen_as_far_as_it_is_measured():
     module, select = build("router_ext", fp32=True)
-    hidden = rows_of(3)
-    select(hidden, module(hidden))
-    assert paths() == [("gate", "host"), ("selection", "reference:warp_select")]
-    assert "pair: float32 gate weight: not measured on NVIDIA H200" in reasons("gate")[0]
+    for rows in (3, 1024, 1025):
+        hidden = rows_of(rows)
+        select(hidden, module(hidden))
+    gates = ("reference:pair", "reference:split_gemm", "host")
+    selections = ("reference:pair", "reference:warp_select")
+    assert set(paths()) == {*(("gate", name) for name in gates), *(("selection", name) for name in selections)}
+    assert "split_gemm: rows: measured fastest at 97-1024" in reasons("gate")[0]
 
 
 @pytest.mark.parametrize(("on_output", "weight"), [(True, 1.0), (False, 0.4)])
