@@ -158,6 +158,10 @@ def gpu_of(record: Record) -> str:
     return record.identity.gpu if isinstance(record, OtherRecord) else record.gpu
 
 
+def run_of(record: Record) -> str:
+    return record.identity.run if isinstance(record, OtherRecord) else record.run
+
+
 def short_name(gpu: str) -> str:
     """``NVIDIA H200`` -> ``h200``, ``NVIDIA H100 80GB HBM3`` -> ``h100``: the name of a GPU's file of records."""
     model = re.search(r"\b[A-Z]{1,2}\d+[A-Z]?\b", gpu)

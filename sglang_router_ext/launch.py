@@ -1,0 +1,103 @@
+"""Presets of servers: ``launch_configs/NAME.yaml`` -> the command that starts one. Imports no torch and no SGLang.
+
+A preset says what it is for and what justifies it; SGLang's own parser judges its flags. There is none for a server that the
+preflight would refuse.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.bench.record import Record, run_of
+from sglang_router_ext.contract import expect
+from sglang_router_ext.designs import BACKENDS, PACKAGE
+
+FOLDER = PACKAGE / "launch_configs"
+GOALS = ("low latency", "throughput")
+UNMEASURED = "not measured"
+Flag = str | int | float | bool
+WAYS = {"launch_server": (sys.executable, "-m", "sglang.launch_server"), "serve": ("sglang", "serve")}
+"""How SGLang starts a server."""
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server."""
+
+    model: str
+    """``--model-path``."""
+    sglang: str
+    """The version that the flags are of."""
+    gpus: str
+    goal: str
+    why: str
+    """Where the flags come from, and what differs there."""
+    measured: str
+    """The run of a record that shows what our backend gains with this model's router, or ``not measured``."""
+    flags: dict[str, Flag]
+    """Options of SGLang's server without their dashes; true stands for an option without a value."""
+    environment: dict[str, str] = {}
+    name: str = ""
+    """The file's."""
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def read(name: str) -> Preset:
+    """The preset ``name``. Raises :class:`~sglang_router_ext.contract.ContractError` naming file, key, and what is allowed."""
+    expect(name in names(), "preset", name, " | ".join(names()))
+    file = FOLDER / f"{name}.yaml"
+    return msgspec.structs.replace(parse(file.read_bytes(), file.name), name=name)
+
+
+def parse(text: bytes, file: str) -> Preset:
+    """A preset of ``text``; ``file`` names it in errors."""
+    try:
+        preset = msgspec.yaml.decode(text, type=Preset)
+    except msgspec.DecodeError as error:  # a ValidationError, of a key, or no YAML at all
+        expect(False, file, str(error).replace("\n", " "), ", ".join(Preset.__struct_fields__[:-1]))
+        raise
+    expect(preset.sglang == TESTED_SGLANG, f"{file}: sglang", preset.sglang, TESTED_SGLANG)
+    expect(preset.goal in GOALS, f"{file}: goal", preset.goal, " | ".join(GOALS))
+    backend = preset.flags.get("moe-runner-backend")
+    expect(backend in BACKENDS, f"{file}: flags: moe-runner-backend", backend, " | ".join(BACKENDS))
+    for flag, value in preset.flags.items():
+        expect(not flag.startswith("-"), f"{file}: flags", flag, "names without dashes")
+        expect(flag not in ("model-path", "model"), f"{file}: flags", flag, "the model stands under `model`")
+        expect(value is not False, f"{file}: flags: {flag}", value, "a value, or true; leave it out instead")
+    expect(not preset.name, f"{file}: name", preset.name, "nothing: the file has it")
+    return preset
+
+
+def evidence(preset: Preset, records: Sequence[Record]) -> str:
+    """What ``measured`` refers to, in words; raises ContractError where no record has that run."""
+    if preset.measured == UNMEASURED:
+        return UNMEASURED
+    found = [record for record in records if run_of(record) == preset.measured]
+    expect(bool(found), f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
+    return f"run {preset.measured}, {len(found)} records"
+
+
+def command(preset: Preset, *, way: str = "launch_server", more: Sequence[str] = ()) -> list[str]:
+    """The words that start the server; ``more`` behind all others, where SGLang's parser lets it win."""
+    expect(way in WAYS, "way", way, " | ".join(WAYS))
+    flags = {"model-path": preset.model, **preset.flags}
+    words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
+    return [*WAYS[way], *(word for pair in words for word in pair), *more]
+
+
+def shown(words: Sequence[str], environment: dict[str, str]) -> str:
+    """The command as a shell takes it, an option a line."""
+    lines: list[str] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n  ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), *lines])

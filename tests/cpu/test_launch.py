@@ -1,0 +1,136 @@
+"""Presets: every one is well formed, rests on a record, and is what SGLang's own parser takes; bad ones are named."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_router_ext import launch
+from sglang_router_ext.bench.record import read_all
+from sglang_router_ext.cli import app
+from sglang_router_ext.contract import ContractError
+
+GOOD = b"""
+model: some/model
+sglang: 0.5.23
+gpus: 8 x NVIDIA H200
+goal: throughput
+why: because
+measured: not measured
+flags:
+  tp-size: 8
+  moe-runner-backend: router_ext
+"""
+
+PARSED = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+
+for words in json.loads(sys.stdin.read()):
+    args = prepare_server_args(["--device", "cuda", "--skip-tokenizer-init", *words])
+    print(args.model_path, args.moe_runner_backend, args.tp_size, args.speculative_num_steps)
+"""
+
+
+def call(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["launch", *words])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("name", launch.names())
+def test_a_preset_is_well_formed_and_rests_on_a_record(name: str) -> None:
+    preset = launch.read(name)
+    assert launch.evidence(preset, read_all())
+    assert preset.name == name
+
+
+def test_sglangs_own_parser_takes_every_preset() -> None:
+    presets = [launch.read(name) for name in launch.names()]
+    words = [launch.command(preset, more=["--tp-size", "2"])[3:] for preset in presets]
+    done = subprocess.run([sys.executable, "-c", PARSED], input=json.dumps(words), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines() if "router_ext" in line]
+    steps = [preset.flags.get("speculative-num-steps") for preset in presets]
+    assert told == [[p.model, p.flags["moe-runner-backend"], "2", str(s)] for p, s in zip(presets, steps, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"goal: throughput", b"goal: speed", "x.yaml: goal: got speed, allowed: low latency | throughput"),
+        (b"sglang: 0.5.23", b"sglang: 0.5.22", "x.yaml: sglang: got 0.5.22, allowed: 0.5.23"),
+        (b"why:", b"reason:", "x.yaml: got Object contains unknown field `reason`"),
+        (b"tp-size: 8", b"tp-size: [8]", "x.yaml: got Expected `bool | int | float | str`, got `array`"),
+        (b"tp-size: 8", b"--tp-size: 8", "x.yaml: flags: got --tp-size, allowed: names without dashes"),
+        (b"tp-size: 8", b"tp-size: false", "x.yaml: flags: tp-size: got False"),
+        (b"backend: router_ext", b"backend: triton", "x.yaml: flags: moe-runner-backend: got triton, allowed: router_ext |"),
+        (b"model: some/model", b"", "x.yaml: got Object missing required field `model`"),
+        (b"flags:", b"flags: [", "x.yaml: got"),
+    ],
+)
+def test_a_bad_preset_is_named_with_its_key(old: bytes, new: bytes, words: str) -> None:
+    assert launch.parse(GOOD, "x.yaml").flags == {"tp-size": 8, "moe-runner-backend": "router_ext"}
+    with pytest.raises(ContractError) as raised:
+        launch.parse(GOOD.replace(old, new), "x.yaml")
+    assert str(raised.value).startswith(words)
+
+
+def test_a_run_that_is_not_on_record_is_refused() -> None:
+    preset = launch.parse(GOOD.replace(b"not measured", b"0123456789ab"), "x.yaml")
+    with pytest.raises(ContractError, match="measured: got 0123456789ab, allowed: the run of a record, or not measured"):
+        launch.evidence(preset, read_all())
+
+
+def test_the_command_is_shown_as_a_shell_takes_it_and_the_machine_judged() -> None:
+    code, output = call("glm-4.6-h200", "--dry-run", "--tp-size", "4", "--served-model-name", "two words")
+    assert code == 0
+    command = output.replace("\\\n", " ").split()
+    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "zai-org/GLM-4.6"]
+    assert output.index("--tp-size 8") < output.index("--tp-size 4")
+    assert "--served-model-name 'two words'" in output
+    assert "not here: GPU: no CUDA GPU" in output
+
+
+def test_a_server_that_cannot_run_here_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execvpe", lambda file, words, environment: started.append(words))
+    code, _ = call("glm-4.6-h200")
+    assert code == 1 and not started
+    monkeypatch.setattr("sglang_router_ext.cli.launch._against", lambda preset: [])
+    assert call("glm-4.6-h200", "--way", "serve")[0] == 0
+    assert started[0][:3] == ["sglang", "serve", "--model-path"]
+
+
+def test_presets_are_listed() -> None:
+    code, output = call("--list")
+    assert code == 0
+    assert all(name in output for name in launch.names())
+    assert [one["name"] for one in json.loads(call("--list", "--json")[1])] == launch.names()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("nonsense", "--dry-run"), "error: preset: got nonsense, allowed: deepseek-v3-h200 |"),
+        (("glm-4.6-h200", "--list"), "error: name: got glm-4.6-h200, allowed: none with --list"),
+        (("glm-4.6-h200", "--dry-run", "--way", "docker"), "error: way: got docker, allowed: launch_server | serve"),
+        ((), "error: preset: got , allowed: "),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(words: tuple[str, ...], text: str) -> None:
+    code, output = call(*words)
+    assert code == 2
+    assert text in output
+
+
+def test_presets_are_files_of_the_package() -> None:
+    folder = pathlib.Path(launch.__file__).parent / "launch_configs"
+    assert sorted(file.stem for file in folder.glob("*.yaml")) == launch.names() != []
