@@ -11,7 +11,7 @@ import msgspec
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
 from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design, groups_refused
 
-ROUNDED = "bfloat16 logits of SGLang's own gate: takes float32"
+ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
 
 
 def reasons(

@@ -23,8 +23,8 @@ SETTINGS = (
         "SGLANG_ROUTER_EXT_GATE",
         "auto",
         GATES,
-        "gate GEMM under any backend, stock ones included; host keeps SGLang's own; fp32: as auto, and a router whose model "
-        "rounds its logits to bf16 keeps them in fp32, as it does with a gate that is named",
+        "gate GEMM under any backend, stock ones included; host keeps SGLang's own; fp32, under a backend of ours: as auto, "
+        "and where a gate of ours runs, a model that rounds its logits to bf16 keeps them in fp32, as with a gate that is named",
     ),
 )
 

@@ -6,26 +6,29 @@ import ast
 import importlib.util
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.choose import in_force
-from sglang_router_ext.contract import ContractError, Problem, expect
+from sglang_router_ext.contract import DTYPES, ContractError, Problem, expect
 
-FP32_GATES = ("glm4_moe", "glm4_moe_lite")
+FP32_GATES = ("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text")
 """Model types whose gate weight is fp32 whatever their ``config.json`` says."""
 SOFTMAX_DEFAULT = ("deepseek_v2",)
 """Model types that route by softmax, without a bias, unless they say otherwise."""
 UNGROUPED = ("deepseek_v4", "deepseek_v41", "deepseek_v41_text")
 """Model types that select by sqrt-softplus, and by no groups even where they name some; V4.1 ranks NaN first."""
-UNLINKED = ("kimi_k3", "kimi_linear")
-"""Model types of the DeepSeek-V3 kind whose MoE modules the plugin does not link."""
+LINKED = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", *UNGROUPED, *FP32_GATES),
+    *("glm_moe_dsa", "glm5_next", "glm5_next_text", "kimi_k2", "kimi_k25", "hunyuan_v4"),
+)
+"""Model types with n_routed_experts that are known to be linked; SGLang has MoE modules of its own for many others."""
 _QWEN, _MIXTRAL = ("num_experts", "num_experts_per_tok"), ("num_local_experts", "num_experts_per_tok")
 LINEAR = {
     **dict.fromkeys(
-        ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text", "olmoe", "sdar_moe"), _QWEN
+        ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text", "olmoe", "sdar_moe", "mellum"), _QWEN
     ),
-    **dict.fromkeys(("mixtral", "granitemoe", "minimax_m2"), _MIXTRAL),
+    **dict.fromkeys(("mixtral", "granitemoe", "granitemoehybrid", "minimax_m2"), _MIXTRAL),
     "hunyuan_v1_moe": ("num_experts", "moe_topk"),
     "step3_text": ("moe_num_experts", "moe_top_k"),
 }
@@ -47,24 +50,46 @@ def stock_backends() -> list[str]:
     raise RuntimeError("sglang: arg_groups/choices.py defines no MOE_RUNNER_BACKEND_CHOICES")
 
 
-def read(model: str) -> tuple[Problem, str]:
-    """The problem of one layer of ``model``, and why that is not what a server runs ("" where it is).
+class Found(NamedTuple):
+    """What a model asks of its router."""
+
+    problem: Problem
+    note: str
+    """Why a server may run something else; "" where it does not."""
+    elsewhere: bool = False
+    """Whether SGLang selects by a function that ours stand in for nowhere."""
+
+
+def read(model: str) -> Found:
+    """The problem of one layer of ``model``.
 
     ``model``: a case name, a checkpoint's folder, or its ``config.json``.
     Raises :class:`~sglang_router_ext.contract.ContractError` for a name that is none of these and for a model whose
     configuration is of no kind that is known here.
     """
     if model in CASES:
-        return CASES[model].problem, CASES[model].stands_for
+        return Found(CASES[model].problem, CASES[model].stands_for)
     config = _read(model)
-    return from_config(config), _unlinked(config)
+    problem, elsewhere = from_config(config), selects_elsewhere(config)
+    text = "SGLang selects by another function for this model, so that its own selection runs"
+    return Found(problem, "; ".join(filter(None, (_unlinked(config), text * elsewhere))), elsewhere)
+
+
+def selects_elsewhere(config: dict[str, Any]) -> bool:
+    """As ``plugin/problem.py`` says of the layers that SGLang builds from ``config``."""
+    config = config.get("text_config") or config
+    kind = config.get("model_type")
+    if kind == "minimax_m2":
+        biased = config.get("use_routing_bias") is True
+        return biased == ((config.get("scoring_func") or "sigmoid") == "softmax")
+    return kind not in (*LINEAR, *UNGROUPED) and not from_config(config).bias
 
 
 def _unlinked(config: dict[str, Any]) -> str:
-    kind = (config.get("text_config") or config).get("model_type", "")
+    kind = (config.get("text_config") or config).get("model_type") or ""
     return (
-        f"{kind} has MoE modules of its own in SGLang, which the plugin does not link: SGLang's own router runs"
-        if kind in UNLINKED
+        f"{kind} is not known to be linked (docs/models.md); if SGLang has MoE modules of its own for it, its own router runs"
+        if kind and kind not in (*LINKED, *LINEAR)
         else ""
     )
 
@@ -107,17 +132,20 @@ def from_config(config: dict[str, Any]) -> Problem:
     kind = config.get("model_type") or ""
     softmax, ungrouped = kind in SOFTMAX_DEFAULT, kind in UNGROUPED
     fp32 = kind in FP32_GATES or config.get("router_fp32") is True
+    bias = not softmax if config.get("topk_method") is None else config["topk_method"] == "noaux_tc"
+    own = config.get("scoring_func") or ("softmax" if softmax else "sqrtsoftplus" if ungrouped else "sigmoid")
     return Problem(
         experts=config["n_routed_experts"],
         hidden=config["hidden_size"],
         topk=config["num_experts_per_tok"],
-        score=config.get("scoring_func") or ("softmax" if softmax else "sqrtsoftplus" if ungrouped else "sigmoid"),
-        bias=not softmax if config.get("topk_method") is None else config["topk_method"] == "noaux_tc",
+        score="sigmoid" if bias and not ungrouped else own,  # a grouped selection with a bias knows no other
+        bias=bias,
         groups=1 if ungrouped else config.get("n_group") or 1,
         groups_kept=1 if ungrouped else config.get("topk_group") or 1,
         renormalize=bool(config.get("norm_topk_prob", True)),
         nan_first=ungrouped and kind != "deepseek_v4",
-        weight_dtype="float32" if fp32 else "bfloat16",
+        hidden_dtype=_dtype(config),
+        weight_dtype="float32" if fp32 else _dtype(config),
     )
 
 
@@ -126,13 +154,24 @@ def _linear(config: dict[str, Any]) -> Problem:
     experts, topk = LINEAR[config["model_type"]]
     if config.get(experts) is None and config.get("num_local_experts") is not None:  # as newer transformers write it
         experts = "num_local_experts"
+    if isinstance(config.get(topk), list) and len({str(each) for each in config[topk]}) == 1:  # of each layer, all alike
+        config = {**config, topk: config[topk][0]}
     _expect_integers(config, experts, topk, "hidden_size")
-    shape = {"experts": config[experts], "hidden": config["hidden_size"], "topk": config[topk]}
+    dtype = _dtype(config)
+    shape = {"experts": config[experts], "hidden": config["hidden_size"], "topk": config[topk], "hidden_dtype": dtype}
     if config["model_type"] == "minimax_m2":
         bias = config.get("use_routing_bias") is True
         return Problem(**shape, score=config.get("scoring_func") or "sigmoid", bias=bias, weight_dtype="float32")
-    renormalize = config.get("norm_topk_prob") is not False and config["model_type"] != "olmoe"
-    return Problem(**shape, score="softmax", bias=False, renormalize=renormalize, logits_dtype="bfloat16")
+    field = "norm_expert_weight" if config["model_type"] == "step3_text" else "norm_topk_prob"
+    renormalize = bool(config.get(field, True)) and config["model_type"] != "olmoe"
+    return Problem(**shape, score="softmax", bias=False, renormalize=renormalize, weight_dtype=dtype, logits_dtype="bfloat16")
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """Of the weights that are not said to be another."""
+    found = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    expect(found in DTYPES, "model: dtype", found, " | ".join(DTYPES))
+    return found
 
 
 def _expect_integers(config: dict[str, Any], *fields: str) -> None:

@@ -141,8 +141,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
-    problem, note = models.read(model)
+    problem, note, elsewhere = models.read(model)
     where, unavailable = _this_gpu() if gpu is None else (gpu_by_name(gpu), {})
+    if elsewhere:
+        unavailable |= {design.name: "SGLang selects by another function" for design in DESIGNS if "selection" in design.stages}
     known = (*BACKENDS, *models.stock_backends())
     expect(backend in known, "moe-runner-backend", backend, " | ".join(known))
     ours = backend if backend in BACKENDS else None

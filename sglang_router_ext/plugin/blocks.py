@@ -25,6 +25,7 @@ import torch
 from sglang_router_ext.contract import BLOCKS, PLAN_ROWS, PlanForm
 from sglang_router_ext.plugin import counters
 from sglang_router_ext.plugin.counters import HOST
+from sglang_router_ext.plugin.problem import selects_elsewhere
 
 CARRIED = "_router_ext_blocks"
 """Attribute of an ids tensor: its :class:`Blocks`, or why they are void (str)."""
@@ -85,9 +86,13 @@ def selected(
     options |= {"num_token_non_padded": num_token_non_padded, "expert_location_dispatch_info": expert_location_dispatch_info}
     if torch.compiler.is_compiling():
         return original(hidden_states, router_logits, topk_config, **options)
-    handed = getattr(router_logits, HANDOVER, None)
+    handed: Any = getattr(router_logits, HANDOVER, None)
     made: torch.Tensor | None = getattr(handed, "ids", None)
-    output = original(hidden_states, router_logits, topk_config, **options)
+    logits = router_logits
+    rounds = made is not None and handed.problem.logits_dtype == "bfloat16"
+    if rounds and selects_elsewhere(topk_config):
+        logits = router_logits.bfloat16()  # what SGLang's own gate gives; a model may select in a way of its own
+    output = original(hidden_states, logits, topk_config, **options)
     if made is not None and getattr(router_logits, HANDOVER) is handed:
         counters.count("selection", HOST, NOT_ASKED)
     ids = getattr(output, "topk_ids", None)

@@ -74,6 +74,8 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     if getattr(server_args, "_resolution_finished", False):
         return original(server_args)
     demand = demand_of(server_args)
+    if demand.gate == "fp32" and not demand.backends:
+        logger.warning("sglang-router-ext: SGLANG_ROUTER_EXT_GATE=fp32 changes nothing without a backend of ours")
     if demand:
         preflight.require(demand)
         preflight.require_alike(demand, server_args.nnodes)

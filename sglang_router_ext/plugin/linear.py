@@ -30,8 +30,9 @@ def before_cast(moe: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     """BEFORE the forwards of MiniMaxM2MoE, which cast their hidden states to fp32 for the gate alone: ours reads them as they
     were.
     """
-    if not torch.compiler.is_compiling():
-        moe.gate.__dict__[LINK].before_cast = hidden_states
+    layer = moe.gate.__dict__.get(LINK)
+    if layer is not None and not torch.compiler.is_compiling():
+        layer.before_cast = hidden_states if len(hidden_states) > 0 else None  # for no rows the gate is not asked
 
 
 def forward(gate: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

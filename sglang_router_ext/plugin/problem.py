@@ -56,7 +56,7 @@ def problem_of(
     )
     if config is None:
         return gate
-    asked = {"topk": config.top_k - config.num_shared_topk_slots, "renormalize": config.renormalize}
+    asked = {"topk": config.top_k - config.num_shared_topk_slots, "renormalize": bool(config.renormalize)}
     if config.correction_bias is None:
         return msgspec.structs.replace(gate, **asked, score="softmax")
     grouped = config.use_grouped_topk

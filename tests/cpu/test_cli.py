@@ -138,6 +138,54 @@ def test_configurations_with_a_linear_gate() -> None:
         from_config({**QWEN, "num_experts": None})
 
 
+def test_configurations_are_read_as_sglang_reads_them() -> None:
+    assert (
+        from_config({**QWEN, "norm_topk_prob": None}).renormalize
+        is from_config({**QWEN, "norm_topk_prob": 0}).renormalize
+        is False
+    )
+    assert from_config({**QWEN, "torch_dtype": "float16"}).weight_dtype == "float16"
+    assert from_config({**DEEPSEEK, "dtype": "float16", "router_fp32": True}).hidden_dtype == "float16"
+    vision = {**DEEPSEEK, "model_type": "glm4v_moe_text"}
+    assert from_config({"model_type": "glm4v_moe", "text_config": vision}).weight_dtype == "float32"
+    hunyuan = {"model_type": "hunyuan_v1_moe", "num_experts": 64, "hidden_size": 4096, "moe_topk": [8, 8]}
+    assert from_config(hunyuan).topk == 8
+    with pytest.raises(ContractError, match=r"^model: moe_topk: got \[8, 4\], allowed: an integer"):
+        from_config({**hunyuan, "moe_topk": [8, 4]})
+    with pytest.raises(ContractError, match=r"^model: dtype: got fp8, allowed: bfloat16 | float16"):
+        from_config({**QWEN, "dtype": "fp8"})
+    assert from_config({**DEEPSEEK, "scoring_func": "softmax"}).score == "sigmoid"  # as biased_grouped_topk has it
+
+
+LITE = {
+    **DEEPSEEK,
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "note", "selection"),
+    [
+        (DEEPSEEK, "", "single"),
+        (LITE, "SGLang selects by another function for this model", "host"),
+        ({**MINIMAX, "scoring_func": "softmax"}, "SGLang selects by another function for this model", "host"),
+        ({**MINIMAX, "use_routing_bias": False}, "SGLang selects by another function for this model", "host"),
+        (MINIMAX, "", "single"),
+        ({**DEEPSEEK, "model_type": "mimo_v2_flash"}, "mimo_v2_flash is not known to be linked (docs/models.md)", "single"),
+        ({**QWEN, "torch_dtype": "float16"}, "", "host"),
+    ],
+)
+def test_explain_says_where_sglangs_own_router_runs(tmp_path: pathlib.Path, config: dict, note: str, selection: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = call_json("explain", "--model", str(tmp_path), "--gpu", "h200", "--rows", "4")
+    assert found["note"].startswith(note) and bool(found["note"]) == bool(note)
+    assert found["rows"][0]["choice"]["selection"] == selection
+
+
 def test_deepseek_v4_has_no_groups() -> None:
     problem = from_config(V4)
     assert (problem.score, problem.groups, problem.groups_kept, problem.nan_first) == ("sqrtsoftplus", 1, 1, False)
@@ -289,7 +337,7 @@ def test_a_model_that_is_not_linked_is_said_to_be(tmp_path: pathlib.Path) -> Non
     for kind, said in (("kimi_linear", True), ("glm4_moe", False), ("deepseek_v3", False)):
         (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, "model_type": kind}))
         shown = call("explain", "--model", str(tmp_path), "--gpu", "h200").output
-        assert (f"{kind} has MoE modules of its own" in shown) == said
+        assert (f"{kind} is not known to be linked" in shown) == said
 
 
 @pytest.mark.parametrize("config", [[], "text", {"text_config": 5}])

@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -428,3 +429,15 @@ def test_a_missing_call_is_named(monkeypatch):
     (finding,) = preflight.check(H200)
     assert finding.blocks
     assert str(finding).startswith("call sglang.srt.arg_groups.choices:add_router_choices: not there")
+
+
+@pytest.mark.parametrize("backend", ["triton", None])
+def test_fp32_logits_without_a_backend_of_ours_are_warned_of(backend, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "fp32")
+    args = SimpleNamespace(moe_runner_backend=backend, speculative_moe_runner_backend=None)
+    entry.check_arguments(lambda _args: None, args)
+    assert "SGLANG_ROUTER_EXT_GATE=fp32 changes nothing without a backend of ours" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "auto")
+    entry.check_arguments(lambda _args: None, args)
+    assert not caplog.text

@@ -20,7 +20,7 @@ from sglang_router_ext import choose, reference, route
 from sglang_router_ext.choose import ROUNDED
 from sglang_router_ext.contract import Problem
 from sglang_router_ext.designs import TABLE
-from sglang_router_ext.plugin import blocks, handover, layer, reference_mode, runner
+from sglang_router_ext.plugin import blocks, handover, layer, linear, reference_mode, runner
 
 SOFTMAX = {"experts": EXPERTS, "hidden": HIDDEN, "topk": TOPK, "score": "softmax", "bias": False}
 LAST = TABLE["pair"].rows.last
@@ -102,6 +102,27 @@ def test_sglangs_selection_sees_bf16_logits_where_it_asks_for_something_else(hos
     (seen,) = host
     assert seen.dtype == torch.bfloat16
     assert torch.equal(seen.double(), truth_of(module, hidden).read)
+
+
+@pytest.mark.parametrize("rows", [2, LAST + 1])
+def test_a_routing_function_of_the_models_own_sees_bf16_logits(rows):
+    module, select = build_linear()
+    hidden, seen = rows_of(rows), []
+
+    def route_by_itself(hidden_states, gating_output, topk, renormalize):
+        seen.append(gating_output)
+        return host_selection(gating_output, topk)
+
+    def host_selection(logits, count):
+        found = torch.topk(torch.softmax(logits.float(), 1), count)
+        return found.values, found.indices.int()
+
+    logits, _ = module(hidden)
+    select.topk_config.custom_routing_function = route_by_itself
+    select_as_on_cuda(select, hidden, logits)
+    assert seen[0].dtype == torch.bfloat16
+    assert torch.equal(seen[0].double(), truth_of(module, hidden).read)
+    assert ("selection", "host") in paths()
 
 
 def test_the_factor_is_sglangs(host):
@@ -358,6 +379,8 @@ def test_a_gate_reads_hidden_states_as_they_were_before_the_block_cast_them(forw
     assert torch.equal(output.topk_ids.long(), truth.ids)
     torch.testing.assert_close(output.topk_weights, truth.weights.float())
     assert paths() == [("gate", "reference:pair"), ("selection", "reference:pair")]
+    assert linked.before_cast is None
+    linear.before_cast(block, hidden[:0])
     assert linked.before_cast is None
     block.gate(hidden.float())  # of nobody who said what it was
     assert "float32 hidden states: takes bfloat16" in reasons("gate")[0]
