@@ -24,7 +24,7 @@ SETTINGS = (
         "auto",
         GATES,
         "gate GEMM under any backend, stock ones included; host keeps SGLang's own; fp32, under a backend of ours: as auto, "
-        "and where a gate of ours runs, a model that rounds its logits to bf16 keeps them in fp32, as with a gate that is named",
+        "and a model that rounds its logits to bf16 keeps them in fp32 where a gate of ours runs, as with a named one",
     ),
 )
 
