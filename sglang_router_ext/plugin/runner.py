@@ -10,6 +10,7 @@ experts             GPU         family
 ==================  ==========  =========================================================================
 bf16, fp16          any         triton
 fp8, modelopt_fp8   any         triton, also SGLang's own choice on Hopper
+compressed-tensors  any         triton, also SGLang's own choice, where weights and activations are FP8
 modelopt_fp4        sm_90       marlin, also SGLang's own choice there
 anything else       -           refused by name: take a stock backend, with SGLANG_ROUTER_EXT_GATE if wanted
 ==================  ==========  =========================================================================
@@ -85,14 +86,25 @@ def family_of(quantization: str | None, gpu: Gpu | None, *, fp4_experts: bool = 
         return MoeRunnerBackend.MARLIN
     kind = "FP4 experts" if fp4_experts else f"experts quantized as {quantization}"
     raise UnsupportedExperts(
-        f"{' | '.join(BACKENDS)} on {gpu or 'no GPU'}: {kind} are not supported; supported are bf16, fp16, fp8, modelopt_fp8"
-        f" and, on sm_90, modelopt_fp4. Take a stock --moe-runner-backend (SGLANG_ROUTER_EXT_GATE works under any of them)."
+        f"{' | '.join(BACKENDS)} on {gpu or 'no GPU'}: {kind} are not supported; supported are bf16, fp16, fp8, modelopt_fp8,"
+        " compressed-tensors of FP8 weights and activations and, on sm_90, modelopt_fp4. Take a stock --moe-runner-backend"
+        " (SGLANG_ROUTER_EXT_GATE works under any of them)."
     )
 
 
 def family_of_model(config: Any) -> MoeRunnerBackend:
     """The family for a model, from SGLang's ModelConfig. Raises :class:`UnsupportedExperts`."""
-    return family_of(config.quantization, preflight.detect_gpu(), fp4_experts=bool(config.is_fp4_experts))
+    fp8 = config.quantization == "compressed-tensors" and _all_fp8(config.hf_config)
+    quantization = "fp8" if fp8 else config.quantization
+    return family_of(quantization, preflight.detect_gpu(), fp4_experts=bool(config.is_fp4_experts))
+
+
+def _all_fp8(config: Any) -> bool:
+    """Whether every group of a compressed-tensors checkpoint has FP8 weights and activations."""
+    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None) or {}
+    groups = (found.get("config_groups") or {}).values()
+    parts = [group.get(name) or {} for group in groups for name in ("weights", "input_activations")]
+    return bool(parts) and all((part.get("type"), part.get("num_bits")) == ("float", 8) for part in parts)
 
 
 def resolve_backend(original: Callable[..., Any], backend: Any) -> Any:

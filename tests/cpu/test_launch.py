@@ -93,7 +93,7 @@ def test_the_command_is_shown_as_a_shell_takes_it_and_the_machine_judged() -> No
     code, output = call("glm-4.6-h200", "--dry-run", "--tp-size", "4", "--served-model-name", "two words")
     assert code == 0
     command = output.replace("\\\n", " ").split()
-    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "zai-org/GLM-4.6"]
+    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "zai-org/GLM-4.6-FP8"]
     assert output.index("--tp-size 8") < output.index("--tp-size 4")
     assert "--served-model-name 'two words'" in output
     assert "not here: GPU: no CUDA GPU" in output

@@ -42,6 +42,43 @@ def test_experts_of_no_family_are_refused_with_a_way_out(quantization, fp4, gpu)
     assert ("FP4 experts" if fp4 else quantization) in str(refusal.value)
 
 
+FP8 = {"type": "float", "num_bits": 8}
+INT4 = {"type": "int", "num_bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("groups", "taken"),
+    [
+        ({"group_0": {"weights": FP8, "input_activations": FP8}}, True),
+        ({"group_0": {"weights": INT4, "input_activations": None}}, False),
+        ({"group_0": {"weights": FP8, "input_activations": None}}, False),
+        ({"a": {"weights": FP8, "input_activations": FP8}, "b": {"weights": INT4, "input_activations": FP8}}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_compressed_tensors_are_taken_where_they_are_fp8(groups, taken, monkeypatch):
+    monkeypatch.setattr(preflight, "detect_gpu", lambda index=None: Gpu("NVIDIA H200", 90))
+    checkpoint = SimpleNamespace(quantization_config={"config_groups": groups})
+    model = SimpleNamespace(quantization="compressed-tensors", is_fp4_experts=None, hf_config=checkpoint)
+    if taken:
+        assert runner.family_of_model(model) is MoeRunnerBackend.TRITON
+    else:
+        with pytest.raises(runner.UnsupportedExperts, match="compressed-tensors are not supported; supported are"):
+            runner.family_of_model(model)
+
+
+def test_fp8_experts_of_compressed_tensors_run_on_our_core():
+    from compressed_tensors.quantization import QuantizationArgs
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8MoE
+
+    get_flags().moe.runner_backend = runner.Family("router_ext", MoeRunnerBackend.TRITON)
+    weights = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    scheme = CompressedTensorsW8A8Fp8MoE(weights, QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True))
+    scheme.create_moe_runner(None, MoeRunnerConfig())
+    assert isinstance(scheme.runner.runner_core, runner.Core)
+
+
 @pytest.mark.parametrize("builtin", [MoeRunnerBackend.TRITON, MoeRunnerBackend.MARLIN])
 def test_a_family_answers_every_question_as_its_builtin(builtin):
     family = runner.Family("router_ext", builtin)
