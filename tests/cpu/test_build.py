@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -26,10 +29,18 @@ def instances() -> dict[str, list[str]]:
     return {header: sorted(some) for header, some in found.items()}
 
 
+@functools.cache
+def compiled() -> dict[tuple[str, int], Future[list[build.Usage]]]:
+    """Every header for every architecture, as many compilers at a time as there are processors; the longest come first."""
+    pool, found = ThreadPoolExecutor(os.cpu_count()), instances()
+    todo = [(header, arch) for header in sorted(found, key=lambda one: -len(found[one])) for arch in build.ARCH_TARGETS]
+    return {(header, arch): pool.submit(build.cross_compile, header, found[header], arch) for header, arch in todo}
+
+
 @pytest.mark.parametrize("arch", sorted(build.ARCH_TARGETS))
 @pytest.mark.parametrize("header", sorted(instances()))
 def test_no_spills_and_no_stack(header: str, arch: int) -> None:
-    usage = build.cross_compile(header, instances()[header], arch)
+    usage = compiled()[header, arch].result()
     assert usage
     for kernel in usage:
         assert kernel.spill_bytes == 0, kernel
