@@ -12,9 +12,10 @@ tensor cores truncate where an FPU rounds):
   be more than 1. A softmax ranks by its logit, whose tanh errs by 4 u of the softcap.
 * weight: d(score) / score <= d(logit) + 4 u for a sigmoid, and half of it for sqrt(softplus); for a softmax the errors of both
   keys, its own and the largest, take the logit's place, and one rounding of their difference. Renormalising adds the same again
-  for the sum, plus topk + 4 roundings:
-  2 x (logit bound + 4 u) + (topk + 4) u, relative. A sum over all experts is one of 16 additions in a chain.
-* logits that the model rounds to bf16 are 2^-8 of them off more, if they are rounded by then; the selection is judged as if.
+  for the sum, plus topk + 4 roundings: 2 x (logit bound + 4 u) + (topk + 4) u, relative. A sum over all experts is one of 16
+  additions in a chain.
+* logits that the model rounds to bf16 may be 2^-8 of them further off where they come rounded. A selection from unrounded ones
+  is judged by what their rounding gives.
 
 A selection is judged by the logits that came with it, if any did, and then the logit bound in its keys and weights is 0: what
 the gate may add wrongly is the gate's, and no cover for the selection. An id may differ from the oracle's only where both keys

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from sglang_router_ext.contract import PLAN_SLOTS, Problem
-from sglang_router_ext.designs import PACKAGE, TABLE
+from sglang_router_ext.designs import PACKAGE
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 """Architectures that the kernels are built for, and the compiler's name of each."""
@@ -247,15 +247,13 @@ def instances(problem: Problem) -> dict[str, set[str]]:
     from sglang_router_ext.selection import warp_select
 
     vector, wide = problem.experts % 4 == 0, problem.weight_dtype == "float32"
-    found = {small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)}}
-    if problem.score in TABLE["warp_select"].scores:
-        kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
-        found |= {
-            single.HEADER: {single.instance(problem, vector, kind) for kind in kinds},
-            pair.HEADER: {pair.instance(problem, vector)},
-            warp_select.HEADER: {warp_select.instance(problem, vector)},
-        }
-    return found
+    kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
+    return {
+        single.HEADER: {single.instance(problem, vector, kind) for kind in kinds},
+        pair.HEADER: {pair.instance(problem, vector)},
+        small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)},
+        warp_select.HEADER: {warp_select.instance(problem, vector)},
+    }
 
 
 def prebuild(arch: int | None = None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from enum import Enum
 
 import msgspec
 
-from sglang_router_ext.contract import Problem
+from sglang_router_ext.contract import SCORES, Problem
 
 PACKAGE = pathlib.Path(__file__).parent
 HOPPER_UP = (90, 100, 103)
@@ -136,7 +136,6 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-_SCORES = ("sigmoid", "softmax", "sqrtsoftplus")
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
 _WARP_SELECT = (
@@ -154,7 +153,7 @@ DESIGNS: tuple[Design, ...] = (
         min_processors=32,  # four launches' planners, which wait, leave some free
         max_experts=1024,
         group_experts=32,
-        scores=_SCORES,
+        scores=SCORES,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -172,7 +171,7 @@ DESIGNS: tuple[Design, ...] = (
         bands={"NVIDIA H200": (Rows(1, 96),)},
         bands_without_plan={"NVIDIA H200": (Rows(17, 64),)},
         measured_dtypes=("bfloat16", "float32"),
-        measured_scores=_SCORES,
+        measured_scores=SCORES,
         measured_groups=True,
     ),
     Design(
@@ -183,7 +182,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         group_experts=32,
-        scores=_SCORES,
+        scores=SCORES,
         max_topk=32,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -195,7 +194,7 @@ DESIGNS: tuple[Design, ...] = (
         status="on",
         bands={"NVIDIA H200": (Rows(1, 16),)},
         measured_dtypes=("bfloat16", "float32"),
-        measured_scores=_SCORES,
+        measured_scores=SCORES,
         measured_groups=True,
         sources=("fused/pair.cuh", "fused/pair.py", *_SMALL_ROWS, *_WARP_SELECT),
     ),
@@ -260,7 +259,7 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         max_experts=1024,
         group_experts=32,
-        scores=_SCORES,
+        scores=SCORES,
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
@@ -286,7 +285,7 @@ DESIGNS: tuple[Design, ...] = (
         stages=("gate", "selection"),
         target="",
         what="SGLang's own path; takes whatever no design above takes",
-        scores=_SCORES,
+        scores=SCORES,
         weight_dtypes=("bfloat16", "float16", "float32"),
         numerics=Numerics.NEAR_TIE,
         row_stable=False,

@@ -79,8 +79,8 @@ def evidence(preset: Preset, records: Sequence[Record]) -> str:
     """What ``measured`` refers to, in words; raises ContractError where no record has that run."""
     if preset.measured == UNMEASURED:
         return UNMEASURED
-    found = [record for record in records if run_of(record) == preset.measured]
-    expect(bool(found), f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
+    known = any(run_of(record) == preset.measured for record in records)
+    expect(known, f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
     return f"its router alone, run {preset.measured}"
 
 

@@ -28,6 +28,11 @@ class Inputs(NamedTuple):
     padding: torch.Tensor | None  # int32 [1]: num_token_non_padded
 
 
+def bias_of(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+    """What a router of ``problem`` is given as its bias."""
+    return inputs.bias if problem.bias else None
+
+
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
 

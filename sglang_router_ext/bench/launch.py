@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import torch
 
 from sglang_router_ext import reference
 from sglang_router_ext.agreement import Planned, Result
-from sglang_router_ext.bench.inputs import Inputs
+from sglang_router_ext.bench.inputs import Inputs, bias_of
 from sglang_router_ext.build import BuildError
 from sglang_router_ext.contract import PlanForm, Problem
 from sglang_router_ext.designs import Design
@@ -44,7 +43,7 @@ def launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | No
 
 
 def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None) -> Result:
-    function, bias = launcher(design.name), _bias(problem, inputs)
+    function, bias = launcher(design.name), bias_of(problem, inputs)
     if design.stages == ("gate",):
         return Result(logits=function(inputs.hidden, inputs.weight))
     if design.stages == ("selection",):
@@ -55,10 +54,6 @@ def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | N
         logits, ids, weights = found
         return Result(logits, ids, weights, None if form is None else Planned(form, plan))
     return Result(*function(problem, inputs.hidden, inputs.weight, bias, num_token_non_padded=inputs.padding))
-
-
-def _bias(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
-    return inputs.bias if problem.bias else None
 
 
 def run_at_once(jobs: Sequence[Callable[[], object]], say: Callable[[str], None]) -> None:
@@ -85,8 +80,8 @@ def truth(stages: tuple[str, ...], problem: Problem, inputs: Inputs) -> Truth:
     """
     valid = None if inputs.padding is None else int(inputs.padding)
     if stages == ("selection",):
-        return reference.select(problem, inputs.logits, _bias(problem, inputs), num_token_non_padded=valid)
+        return reference.select(problem, inputs.logits, bias_of(problem, inputs), num_token_non_padded=valid)
     if stages == ("gate",):
         plain = {"score": "sigmoid", "softcap": 0.0, "nan_first": False, "logits_dtype": "float32"}
         problem = msgspec.structs.replace(problem, **plain, groups=1, groups_kept=1, shared=0)
-    return reference.route(problem, inputs.hidden, inputs.weight, _bias(problem, inputs), num_token_non_padded=valid)
+    return reference.route(problem, inputs.hidden, inputs.weight, bias_of(problem, inputs), num_token_non_padded=valid)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_router_ext.agreement import Result, compare, logit_bound
+from sglang_router_ext.agreement import BF16_ROUNDING, Result, compare, logit_bound
 from sglang_router_ext.bench import flush
-from sglang_router_ext.bench.inputs import Inputs
+from sglang_router_ext.bench.inputs import Inputs, bias_of
 from sglang_router_ext.contract import Problem
 from sglang_router_ext.designs import PLAN_STAGE, Design, Numerics
 from sglang_router_ext.reference import Truth
@@ -28,7 +28,6 @@ TINY_GEMM_MAX_ROWS = 16
 """``tiny_router_gemm_max_tokens`` of SGLang's MoEGate."""
 ALIGN_BLOCK, ALIGN_BLOCK_MANY, ALIGN_MANY_ROWS = 16, 64, 1024
 FLASHINFER_TINY_ROWS = 64
-BF16_ROUNDING = 2.0**-8
 
 
 class Missing(RuntimeError):
@@ -72,10 +71,6 @@ def _require(condition: bool, reason: str) -> None:
         raise Missing(reason)
 
 
-def _bias(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
-    return inputs.bias if problem.bias else None
-
-
 def _logits_dtype(problem: Problem) -> torch.dtype:
     return getattr(torch, problem.logits_dtype)
 
@@ -107,7 +102,7 @@ def _plain(problem: Problem) -> None:
 
 def _naive(problem: Problem, inputs: Inputs) -> Call:
     _plain(problem)
-    weight, bias = inputs.weight.float(), _bias(problem, inputs)
+    weight, bias = inputs.weight.float(), bias_of(problem, inputs)
 
     def call() -> Result:
         logits = (inputs.hidden.float() @ weight.t()).to(_logits_dtype(problem))
@@ -119,7 +114,7 @@ def _naive(problem: Problem, inputs: Inputs) -> Call:
 def _torch_bf16(problem: Problem, inputs: Inputs) -> Call:
     _plain(problem)
     _require(problem.weight_dtype == "bfloat16", f"{problem.weight_dtype} gate weight: takes bfloat16")
-    bias = _bias(problem, inputs)
+    bias = bias_of(problem, inputs)
     rounds, weight = problem.logits_dtype == "bfloat16", inputs.weight.t()
 
     def call() -> Result:
@@ -204,7 +199,7 @@ def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tenso
         options |= {"num_expert_group": problem.groups, "topk_group": problem.groups_kept}
     if problem.score == "sqrtsoftplus":
         options["sqrtsoftplus_log1p"] = problem.nan_first
-    bias = _bias(problem, inputs)
+    bias = bias_of(problem, inputs)
 
     def triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = gate(logits, bias, topk=problem.topk, **options)

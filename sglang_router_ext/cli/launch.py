@@ -53,10 +53,10 @@ def _against(preset: presets.Preset) -> list[str]:
 
 def _list(*, as_json: bool) -> None:
     found = [presets.read(name) for name in presets.names()]
-    records = read_all()
     if as_json:
         print_json(found)
         return
+    records = read_all()
     table = Table(title="presets", title_justify="left")
     for column in ("preset", "model", "GPUs", "goal", "backend", "measured", "why"):
         table.add_column(column, overflow="fold")

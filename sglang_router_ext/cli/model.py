@@ -69,24 +69,28 @@ def read(model: str) -> Found:
     """
     if model in CASES:
         return Found(CASES[model].problem, CASES[model].stands_for)
-    config = _read(model)
-    problem, elsewhere = from_config(config), selects_elsewhere(config)
+    config = _text(_read(model))
+    problem = from_config(config)
+    elsewhere = _selects_elsewhere(config, problem)
     text = "SGLang selects by another function for this model, so that its own selection runs"
     return Found(problem, "; ".join(filter(None, (_unlinked(config), text * elsewhere))), elsewhere)
 
 
-def selects_elsewhere(config: dict[str, Any]) -> bool:
-    """As ``plugin/problem.py`` says of the layers that SGLang builds from ``config``."""
-    config = config.get("text_config") or config
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that speaks of the router."""
+    return config.get("text_config") or config
+
+
+def _selects_elsewhere(config: dict[str, Any], problem: Problem) -> bool:
+    """As ``plugin/problem.py`` says of the layers that SGLang builds from ``config``, which ask for ``problem``."""
     kind = config.get("model_type")
-    if kind == "minimax_m2":
-        biased = config.get("use_routing_bias") is True
-        return biased == ((config.get("scoring_func") or "sigmoid") == "softmax")
-    return kind not in (*LINEAR, *UNGROUPED) and not from_config(config).bias
+    if kind in LINEAR:
+        return problem.bias == (problem.score == "softmax")
+    return kind not in UNGROUPED and not problem.bias
 
 
 def _unlinked(config: dict[str, Any]) -> str:
-    kind = (config.get("text_config") or config).get("model_type") or ""
+    kind = config.get("model_type") or ""
     return (
         f"{kind} is not known to be linked (docs/models.md); if SGLang has MoE modules of its own for it, its own router runs"
         if kind and kind not in (*LINKED, *LINEAR)
@@ -113,7 +117,7 @@ def _read(model: str) -> dict[str, Any]:
 
 def from_config(config: dict[str, Any]) -> Problem:
     """The problem of one layer from the fields of a Hugging Face configuration."""
-    config = config.get("text_config") or config
+    config = _text(config)
     if str(config.get("model_type")) in LINEAR:
         return _linear(config)
     expect(

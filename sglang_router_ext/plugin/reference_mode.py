@@ -36,18 +36,11 @@ class OracleRoute(Route):
         choice = self.choice(len(hidden), plan=form is not None)
         if choice.gate == "host":
             return Routed(None, None, None)
-        logits, magnitude, terms = reference.gate(hidden, weight)
+        logits = reference.gate(hidden, weight).logits
         if choice.selection == "host":
             return Routed(logits.float(), None, None)
         # From the fp64 logits: a gap at the cut must not depend on their rounding.
-        truth = reference.select(
-            self.problem,
-            logits,
-            bias,
-            num_token_non_padded=_rows_of(num_token_non_padded),
-            magnitude=magnitude,
-            terms=terms,
-        )
+        truth = reference.select(self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded))
         ids, weights = reference.outputs(self.problem, truth)
         plan = None
         if self.plans(len(hidden), plan=form is not None):
