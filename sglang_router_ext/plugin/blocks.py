@@ -25,7 +25,7 @@ import torch
 from sglang_router_ext.contract import BLOCKS, PLAN_ROWS, PlanForm
 from sglang_router_ext.plugin import counters
 from sglang_router_ext.plugin.counters import HOST
-from sglang_router_ext.plugin.problem import selects_elsewhere
+from sglang_router_ext.plugin.problem import as_the_models_gate, selects_elsewhere
 
 CARRIED = "_router_ext_blocks"
 """Attribute of an ids tensor: its :class:`Blocks`, or why they are void (str)."""
@@ -88,10 +88,9 @@ def selected(
         return original(hidden_states, router_logits, topk_config, **options)
     handed: Any = getattr(router_logits, HANDOVER, None)
     made: torch.Tensor | None = getattr(handed, "ids", None)
-    logits = router_logits
-    rounds = made is not None and handed.problem.logits_dtype == "bfloat16"
-    if rounds and selects_elsewhere(topk_config):
-        logits = router_logits.bfloat16()  # what SGLang's own gate gives; a model may select in a way of its own
+    logits, rounds = router_logits, made is not None and handed.problem.logits_dtype == "bfloat16"
+    if rounds and selects_elsewhere(topk_config):  # a model may select in a way of its own
+        logits = as_the_models_gate(handed.problem, router_logits)
     output = original(hidden_states, logits, topk_config, **options)
     if made is not None and getattr(router_logits, HANDOVER) is handed:
         counters.count("selection", HOST, NOT_ASKED)

@@ -20,7 +20,7 @@ from sglang_router_ext.contract import Problem
 from sglang_router_ext.plugin import counters
 from sglang_router_ext.plugin.blocks import HANDOVER, Blocks, carry
 from sglang_router_ext.plugin.counters import HOST
-from sglang_router_ext.plugin.problem import scale_of, shared_weight_of
+from sglang_router_ext.plugin.problem import as_the_models_gate, scale_of, shared_weight_of
 
 NO_PLAN = "logits of no linked gate, or changed since"
 TAKEN = "plan refused: taken before"
@@ -74,8 +74,7 @@ def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, A
         counters.count("selection", HOST, refusal)
         if isinstance(handed, Plan):
             hand_over(logits, refusal)
-            if handed.problem.logits_dtype == "bfloat16":
-                call["gating_output"] = logits.bfloat16()  # what SGLang's own gate gives
+            call["gating_output"] = as_the_models_gate(handed.problem, logits)
         return original(**call)
     # Once only: SGLang masks and remaps the tensors that it gets in place.
     hand_over(logits, TAKEN)

@@ -29,7 +29,7 @@ from sglang_router_ext.plugin import counters, overlap, preflight
 from sglang_router_ext.plugin.blocks import Blocks, Forms
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.handover import Plan, hand_over
-from sglang_router_ext.plugin.problem import ELSEWHERE, name_of, problem_of, selects_elsewhere
+from sglang_router_ext.plugin.problem import ELSEWHERE, as_the_models_gate, name_of, problem_of, selects_elsewhere
 from sglang_router_ext.route import Route
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ LINK = "_router_ext_layer"
 
 NOT_LINKED = "gate of a model that the plugin does not link to a selection"
 NO_WORDS = "no words are left for another CUDA graph"
+INFERENCE = "inference-mode tensors do not show whether they were changed"
 
 
 class Kernels:
@@ -135,12 +136,9 @@ class Layer:
             ids, weights = route.select(logits, bias)
         else:
             counters.count("gate", prefix + choice.gate)
-            if ids is None and route.problem.logits_dtype == "bfloat16":
-                logits = logits.bfloat16()  # what SGLang's own gate gives
-        if ids is None or weights is None:
-            return hand_over(logits, self._why(choice, "selection", len(hidden)))
-        if logits.is_inference():
-            return hand_over(logits, "inference-mode tensors do not show whether they were changed")
+        if ids is None or weights is None or logits.is_inference():
+            why = self._why(choice, "selection", len(hidden)) if ids is None else INFERENCE
+            return hand_over(as_the_models_gate(route.problem, logits), why)
         overlap.mark(hidden)
         design = prefix + choice.selection
         blocks = (

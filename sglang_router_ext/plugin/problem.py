@@ -76,6 +76,12 @@ def problem_of(
     )
 
 
+def as_the_models_gate(problem: Problem, logits: torch.Tensor) -> torch.Tensor:
+    """``logits`` of a gate of ours for SGLang's own selection, which must see what the model's gate gives."""
+    rounds = problem.logits_dtype == "bfloat16" and logits.dtype == torch.float32
+    return logits.bfloat16() if rounds else logits
+
+
 def _shared_slots(config: TopKConfig) -> int:
     """Slots that the selection itself appends; per-rank slots are appended after it."""
     from sglang.srt.layers.moe.utils import has_per_rank_fused_shared_slots

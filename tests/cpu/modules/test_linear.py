@@ -105,6 +105,18 @@ def test_sglangs_selection_sees_bf16_logits_where_it_asks_for_something_else(hos
 
 
 @pytest.mark.parametrize("rows", [2, LAST + 1])
+def test_sglangs_selection_sees_bf16_logits_of_inference_tensors(host, rows):
+    module, select = build_linear()
+    hidden = rows_of(rows)
+    with torch.inference_mode():
+        select_as_on_cuda(select, hidden, module(hidden)[0])
+    (seen,) = host
+    assert seen.dtype == torch.bfloat16
+    assert torch.equal(seen.double(), truth_of(module, hidden).read)
+    assert "inference-mode tensors" in reasons("selection")[0]
+
+
+@pytest.mark.parametrize("rows", [2, LAST + 1])
 def test_a_routing_function_of_the_models_own_sees_bf16_logits(rows):
     module, select = build_linear()
     hidden, seen = rows_of(rows), []
