@@ -43,7 +43,7 @@ gpu-record: $(READY) ## check every design on this GPU, measure, record, and upd
 	@$(BIN)/sglang-router-ext bench --record --case deepseek-v3-ungrouped --case deepseek-v4.1-flash --case kimi-k2 --case glm-4.6-bf16
 	@$(BIN)/sglang-router-ext demo --record
 	@$(BIN)/sglang-router-ext demo --record --layers 43 --moe-intermediate 128 --in-memory
-	@$(BIN)/sglang-router-ext demo --record --layers 8 --moe-intermediate 128 --in-memory --fp8 --moe-runner-backend router_ext
+	@$(BIN)/sglang-router-ext demo --record --layers 8 --moe-intermediate 128 --in-memory --quantization fp8 --moe-runner-backend router_ext
 	@$(BIN)/python -m sglang_router_ext.readme README.md docs/measured.md
 
 clean: ## remove .venv, caches and builds

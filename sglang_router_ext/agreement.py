@@ -63,7 +63,7 @@ def logit_bound(problem: Problem, truth: Truth, design: Design) -> torch.Tensor:
     """[rows, experts] fp64: the largest error that the design's additions allow; 0 where logits were given to it."""
     if truth.magnitude is None or design.numerics is Numerics.EXACT_IDS:
         return torch.zeros_like(truth.logits)
-    parts = 3 if problem.weight_dtype == "float32" and design.chain > 1 else 1
+    parts = 3 if problem.wide and design.chain > 1 else 1
     chain = torch.full_like(truth.magnitude[:, :1], parts * problem.hidden / design.chain + 64)
     if truth.terms is not None:
         chain = torch.minimum(chain, parts * truth.terms)
@@ -79,6 +79,8 @@ def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> l
     if found:
         return found
     bound = logit_bound(problem, truth, design)
+    if problem.hashed and "selection" in design.stages:
+        return _compare_hashed(result, truth, problem, design, bound)
     if result.logits is not None:
         found += _compare_logits(result.logits, truth, bound, problem)
     if result.ids is not None:
@@ -91,6 +93,27 @@ def compare(result: Result, truth: Truth, problem: Problem, design: Design) -> l
         if result.plan is not None:
             found += compare_plan(result.plan.tensors, result.ids, problem, result.plan.form)
     return found
+
+
+def _compare_hashed(result: Result, truth: Truth, problem: Problem, design: Design, bound: torch.Tensor) -> list[str]:
+    """Of a hash layer, where the ids are given: they must be those, and our own designs make no other logits."""
+    assert result.ids is not None and result.weights is not None
+    want, shares = reference.outputs(problem, truth)
+    found = _first(result.ids != want, lambda r, k: f"ids[{r}, {k}]: {result.ids[r, k]}, wanted {want[r, k]}")
+    weights, routed = result.weights.double(), truth.ids
+    found += _first(~weights.isfinite(), lambda r, k: f"weights[{r}, {k}]: {weights[r, k]} is not finite")
+    wrong = result.weights[:, problem.topk :] != shares[:, problem.topk :]
+    found += _first(wrong, lambda r, k: f"shared weights[{r}, {k}]: {result.weights[r, problem.topk + k]}")
+    if result.logits is not None:
+        named = torch.where(routed < 0, problem.experts, routed)
+        mine = torch.zeros_like(truth.logits[:, :1]).bool().repeat(1, problem.experts + 1).scatter_(1, named, True)[:, :-1]
+        if design.target:
+            extra, got = ~mine & ~result.logits.isnan(), result.logits
+            found += _first(extra, lambda r, e: f"logits[{r}, {e}]: {got[r, e]:.9g}, wanted NaN: it is no expert of the row")
+        found += _compare_logits(torch.where(mine, result.logits.double(), truth.logits), truth, bound, problem)
+        truth = truth._replace(scores=reference.score(problem, result.logits.double(), None)[0])
+        bound = torch.zeros_like(bound)
+    return found or _compare_weights(routed, weights[:, : problem.topk], truth, problem, bound)
 
 
 def compare_plan(got: dict[str, torch.Tensor], ids: torch.Tensor, problem: Problem, form: PlanForm) -> list[str]:
@@ -206,7 +229,10 @@ def _tied(problem: Problem, truth: Truth, row: torch.Tensor | int, one: torch.Te
     score = a == b
     if problem.score == "sigmoid":
         score = score | ((a >= 18) & (b >= 18)) | ((a <= -104) & (b <= -104))
-    bias = True if truth.bias is None else truth.bias[one] == truth.bias[other]
+    bias: torch.Tensor | bool = True
+    if truth.bias is not None:
+        each = truth.bias.expand_as(truth.keys)
+        bias = each[row, one] == each[row, other]
     return equal & (key.isinf() | (key == NAN_KEY) | (score & bias))
 
 
@@ -300,7 +326,8 @@ def _compare_order(ids: torch.Tensor, truth: Truth, problem: Problem, slack: tor
 def _compare_weights(
     ids: torch.Tensor, weights: torch.Tensor, truth: Truth, problem: Problem, bound: torch.Tensor
 ) -> list[str]:
-    """Weights are judged for the ids that the design chose, so that a near-tie counts once."""
+    """Weights are judged for the ids that the design chose, so that a near-tie counts once; -1 of no expert weighs 0."""
+    there = ids.clamp(min=0)
     want = reference.weigh(problem, truth.scores[: len(ids)], ids)
     additions = problem.topk
     if problem.score == "softmax":
@@ -309,8 +336,8 @@ def _compare_weights(
         apart = (first - keys).nan_to_num(0.0, 0.0).clamp(max=100.0)
         bound = bound + rounding + (bound + rounding).max(1, keepdim=True).values + U * apart
         additions = problem.topk if problem.renormalize else 16
-    relative = 2 * (bound.gather(1, ids).max(1, keepdim=True).values + 4 * U) + (additions + 4) * U
-    total = truth.scores[: len(ids)].gather(1, ids).nan_to_num(0.0).sum(1, keepdim=True)
+    relative = 2 * (bound.gather(1, there).max(1, keepdim=True).values + 4 * U) + (additions + 4) * U
+    total = truth.scores[: len(ids)].gather(1, there).masked_fill(ids < 0, 0.0).nan_to_num(0.0).sum(1, keepdim=True)
     # Scores about the smallest normal float may each count as 0 or not, so a row of nothing else has no one right sum: its
     # weights are shares of the scale, whichever.
     settled = total > (16 * problem.topk * MIN_SCORE if problem.renormalize else 0.0)

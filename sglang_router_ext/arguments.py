@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.contract import Problem, Tokens, expect
 from sglang_router_ext.designs import TABLE, groups_refused
 
 VECTOR_BYTES = 16
@@ -97,11 +97,13 @@ def check_selection(
         f"at most {row.max_topk}, shared included, for {design}",
     )
     expect(problem.score in row.scores, "score", problem.score, f"{' | '.join(row.scores)} for {design}")
+    expect(row.hashed == problem.hashed, "hashed", problem.hashed, f"{row.hashed} for {design}")
+    expect(row.image_bias or not problem.image_bias, "image_bias", problem.image_bias, f"False for {design}")
     why = groups_refused(row, problem)
     expect(why is None, "groups", why, f"{row.group_experts or 'no'} experts a group, of a multiple of 128, for {design}")
     if logits is not None:
         check_tensor("logits", logits, torch.float32, (None, problem.experts), device)
-    if problem.bias or problem.score != "softmax":
+    if problem.bias or not (problem.hashed or problem.score == "softmax"):
         check_tensor("bias", bias, torch.float32, (problem.experts,), device)
     else:
         expect(bias is None, "bias", describe(bias), f"None for {problem}")
@@ -115,3 +117,28 @@ def check_selection(
             describe(num_token_non_padded),
             f"int32 [1] on {device}",
         )
+
+
+def check_per_row(
+    problem: Problem, rows: int, tokens: Tokens | None, packed: torch.Tensor | None, device: torch.device
+) -> None:
+    """``tokens`` are there where ``problem`` asks for them, and fit; so does ``packed``, if it is there."""
+    got = "tokens" if tokens is not None else "None"
+    asked = "those of the rows" if problem.reads_tokens else "None"
+    expect((tokens is not None) == problem.reads_tokens, "tokens", got, f"{asked} for {problem}")
+    if tokens is not None:
+        allowed = tokens.ids.dtype if tokens.ids.dtype in (torch.int32, torch.int64) else torch.int64
+        check_tensor("tokens.ids", tokens.ids, allowed, (rows,), device)
+        if problem.image_bias:
+            check_tensor("tokens.image_bias", tokens.image_bias, torch.float32, (problem.experts,), device)
+            assert tokens.image_bias is not None
+            check_vector_rows("tokens.image_bias", tokens.image_bias[None])
+            expect(0 <= tokens.image < 2**31, "tokens.image", tokens.image, "0 to 2^31 - 1")
+        if problem.hashed:
+            check_tensor("tokens.table", tokens.table, torch.int32, (None, problem.topk), device)
+            assert tokens.table is not None
+            expect(len(tokens.table) > 0, "tokens.table", describe(tokens.table), "a table of one token or more")
+    if packed is not None:
+        check_tensor("packed", packed, torch.int32, (rows, problem.slots), device)
+        expect(packed.is_contiguous(), "packed", describe(packed), "dense rows")
+        expect(problem.experts + problem.shared <= 2**15, "experts", problem.experts, "at most 2^15 with packed ids")

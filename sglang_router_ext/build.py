@@ -242,11 +242,13 @@ def _parse_usage(text: str) -> list[Usage]:
 
 def instances(problem: Problem) -> dict[str, set[str]]:
     """Header -> instances that serve ``problem`` with 16-byte aligned tensors, as the wrappers would ask for them."""
-    from sglang_router_ext.fused import pair, single
+    from sglang_router_ext.fused import hash_rows, pair, single
     from sglang_router_ext.gate import small_rows
     from sglang_router_ext.selection import warp_select
 
-    vector, wide = problem.experts % 4 == 0, problem.weight_dtype == "float32"
+    vector, wide = problem.experts % 4 == 0, problem.wide
+    if problem.hashed:
+        return {hash_rows.HEADER: {hash_rows.instance(problem)}}
     kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
     return {
         single.HEADER: {single.instance(problem, vector, kind) for kind in kinds},

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, TABLE, Design, groups_refused
+from sglang_router_ext.designs import DESIGNS, TABLE, Design, groups_refused
 
 ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
 
@@ -56,7 +57,11 @@ def reasons(
                 problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
             )
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
-        refuse(not problem.bias and problem.score != "softmax", "no selection bias: takes routers with one")
+        refuse(problem.hashed and not design.hashed, "a table names the experts: takes routers that rank them")
+        refuse(design.hashed and not problem.hashed, "ranks its experts: takes routers whose experts a table names")
+        refuse(problem.image_bias and not design.image_bias, "a bias for image tokens: takes one for all")
+        unbiased = not problem.bias and problem.score != "softmax" and not problem.hashed
+        refuse(unbiased, "no selection bias: takes routers with one")
         refuse(problem.bias and problem.bias_dtype != "float32", f"{problem.bias_dtype} bias: takes float32")
         groups = groups_refused(design, problem)
         takes = f"groups of {design.group_experts}" if design.group_experts else "ungrouped selection"

@@ -18,6 +18,13 @@ Tensors, in the order in which they appear::
     ids      [rows, topk + shared]   int32, in descending order of the key; -1 in a padded row
     weights  [rows, topk + shared]   float32; 0 in a padded row
 
+Two more rules look at a row's token. ``image_bias``: rows of image tokens rank by a bias of their own. ``hashed``: no row is
+ranked; the experts of a token stand in a table [vocabulary, topk] int32, in whose order they are the row's ids, and logits are
+NaN but for theirs. There, an expert that does not exist has id -1 and weight 0, and a row is padding if it has no other or its
+token is outside of the table.
+
+Packed ids are the same selection in one int32 a slot: the id times 2^16, plus the bits of the weight as bf16.
+
 Fused shared experts stand behind the routed ones: slot topk + i has id experts + i and weight ``shared_weight``, and takes no
 part in ranking or renormalising.
 
@@ -38,7 +45,12 @@ other ranks' experts are elsewhere. See :class:`PlanForm` for the formats.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
 
 NAN_KEY = -1e30
 DROPPED_KEY = float("-inf")
@@ -84,6 +96,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0
     softcap: float = 0.0
     nan_first: bool = False
+    image_bias: bool = False
+    hashed: bool = False
     logits_dtype: str = "float32"
     shared: int = 0
     shared_weight: float = 1.0
@@ -106,6 +120,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         expect(
             not self.nan_first or self.score == "sqrtsoftplus", "nan_first", self.nan_first, f"False with {self.score} scores"
         )
+        text = f"False with {self.score} scores"
+        expect(not self.image_bias or self.score == "sqrtsoftplus", "image_bias", True, text)
+        expect(not self.image_bias or self.bias, "image_bias", True, "False without a bias")
+        expect(not self.hashed or self.score != "softmax", "hashed", self.hashed, text)
+        expect(not self.image_bias or self.groups == 1, "image_bias", True, "False with groups")
+        ranks = self.bias or self.groups > 1 or self.image_bias
+        expect(not self.hashed or not ranks, "hashed", self.hashed, "False with a bias or groups, which rank")
         expect(self.logits_dtype in ("float32", "bfloat16"), "logits_dtype", self.logits_dtype, "float32 | bfloat16")
         for name in ("hidden_dtype", "weight_dtype", "bias_dtype"):
             expect(getattr(self, name) in DTYPES, name, getattr(self, name), " | ".join(DTYPES))
@@ -114,14 +135,34 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         grouped = f", {self.groups} groups keep {self.groups_kept}" if self.groups > 1 else ""
         bias = f" + {self.bias_dtype} bias" if self.bias else ""
         shared = f" + {self.shared} shared" if self.shared else ""
+        bias += " + image bias" if self.image_bias else ", by a table of tokens" if self.hashed else ""
         logits = f", {self.logits_dtype} logits" if self.logits_dtype != "float32" else ""
         shape = f"{self.experts} x {self.hidden} ({self.weight_dtype})"
         return f"{shape}, top-{self.topk}{shared}, {self.score}{bias}{grouped}{logits}"
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether a row's token has a say."""
+        return self.image_bias or self.hashed
+
+    @property
+    def wide(self) -> bool:
+        """Whether the gate weight is fp32."""
+        return self.weight_dtype == "float32"
+
+    @property
     def slots(self) -> int:
         """Columns of ids and weights: routed and shared."""
         return self.topk + self.shared
+
+
+class Tokens(NamedTuple):
+    """The tokens behind a batch's rows, for problems with an ``image_bias`` or a table of experts (``hashed``)."""
+
+    ids: torch.Tensor  # [rows] int32 or int64, from 0 to 2^31 - 1, or -1 for padding
+    image: int = 0  # the id that all image tokens have
+    image_bias: torch.Tensor | None = None  # [experts] fp32, of rows with that token
+    table: torch.Tensor | None = None  # [vocabulary, topk] int32, the experts of a token
 
 
 class PlanForm(msgspec.Struct, frozen=True, kw_only=True):

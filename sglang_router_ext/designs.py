@@ -70,6 +70,12 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the score rule."""
     measured_groups: bool = False
     """Whether the bands speak of selection by groups too."""
+    image_bias: bool = False
+    """Takes problems whose image tokens rank by a bias of their own."""
+    hashed: bool = False
+    """Takes problems whose experts a table names, and no others."""
+    packs: bool = False
+    """Writes packed ids too, if it is given room for them."""
     group_experts: int | None = None
     """Experts of a group, where it selects by groups; None: it does not."""
     rows: Rows = Rows(1)
@@ -154,6 +160,8 @@ DESIGNS: tuple[Design, ...] = (
         max_experts=1024,
         group_experts=32,
         scores=SCORES,
+        image_bias=True,
+        packs=True,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -183,6 +191,8 @@ DESIGNS: tuple[Design, ...] = (
         max_experts=1024,
         group_experts=32,
         scores=SCORES,
+        image_bias=True,
+        packs=True,
         max_topk=32,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -197,6 +207,24 @@ DESIGNS: tuple[Design, ...] = (
         measured_scores=SCORES,
         measured_groups=True,
         sources=("fused/pair.cuh", "fused/pair.py", *_SMALL_ROWS, *_WARP_SELECT),
+    ),
+    Design(
+        name="hash_rows",
+        stages=("gate", "selection"),
+        target="fused.hash_rows:hash_rows",
+        what="hash layers: reads only the rows of the gate weight that a token's experts have",
+        archs=HOPPER_UP,
+        max_experts=1024,
+        max_topk=16,
+        scores=("sigmoid", "sqrtsoftplus"),
+        hashed=True,
+        packs=True,
+        hidden_multiple=8,
+        max_hidden=65536,
+        numerics=Numerics.NEAR_TIE,
+        chain=32,
+        row_stable=True,
+        sources=("fused/hash_rows.cuh", "fused/hash_rows.py", *_WARP_SELECT),
     ),
     Design(
         name="small_rows",
@@ -260,6 +288,8 @@ DESIGNS: tuple[Design, ...] = (
         max_experts=1024,
         group_experts=32,
         scores=SCORES,
+        image_bias=True,
+        packs=True,
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
@@ -307,34 +337,3 @@ def by_name(designs: tuple[Design, ...] = DESIGNS) -> dict[str, Design]:
 
 
 TABLE = by_name()
-
-
-class Backend(msgspec.Struct, frozen=True):
-    """A value of ``--moe-runner-backend``. ``designs`` run because the user named the backend; empty: only measured bands."""
-
-    name: str
-    what: str
-    designs: tuple[str, ...] = ()
-
-
-BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("router_ext", "designs that are on and that records show to beat SGLang's on this GPU at this row count"),
-        Backend(
-            "router_ext_pair",
-            "the fused pair: a gate GEMM and one selection kernel; past 16 rows cuBLAS's GEMM and that kernel",
-            ("pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
-        ),
-        Backend(
-            "router_ext_single",
-            "one launch for gate, selection and the experts' plan; past 128 rows cuBLAS's GEMM and the pair's selection",
-            ("single", "pair", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
-        ),
-    )
-}
-
-GATE_MODES = ("auto", "host", "fp32")
-GATES = (*GATE_MODES, *(d.name for d in DESIGNS if d.stages == ("gate",)))
-"""Values of ``SGLANG_ROUTER_EXT_GATE``: ``auto`` leaves the choice to the backend, ``host`` keeps SGLang's own GEMM, ``fp32``
-is ``auto`` without the rounding to bf16 that some models do to their logits; a design's name is that gate, without it too."""

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench.record import Record, run_of
 from sglang_router_ext.contract import expect
-from sglang_router_ext.designs import BACKENDS, PACKAGE
+from sglang_router_ext.designs import PACKAGE
 
 FOLDER = PACKAGE / "launch_configs"
 GOALS = ("low latency", "throughput")

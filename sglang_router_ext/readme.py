@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.record import (
     FLOOR,
@@ -31,7 +32,7 @@ from sglang_router_ext.bench.record import (
     read_all,
 )
 from sglang_router_ext.demo.pace import Spread, change, spread
-from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
+from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
 SERVED, LAUNCHES = "served", "launches"

@@ -19,6 +19,7 @@ from sglang_router_ext.contract import (
     PAD_ID,
     PlanForm,
     Problem,
+    Tokens,
     expect,
 )
 
@@ -29,12 +30,14 @@ class Truth(NamedTuple):
     logits: torch.Tensor  # [rows, experts] fp64, never rounded
     read: torch.Tensor  # [rows, experts] fp64, logits as the scores read them: rounded where the problem says so
     scores: torch.Tensor  # [rows, experts] fp64, NaN where the logit is NaN
-    keys: torch.Tensor  # [rows, experts] fp64, NaN replaced by NAN_KEY or, with nan_first, by infinity
+    keys: (
+        torch.Tensor
+    )  # [rows, experts] fp64, which no hash layer ranks by; NaN replaced by NAN_KEY or, with nan_first, by infinity
     ids: torch.Tensor  # [rows, topk] int64, descending key, the lower id on ties; -1 in padded rows; routed experts only
     weights: torch.Tensor  # [rows, topk] fp64; 0 in padded rows
     margin: torch.Tensor  # [rows] fp64, gap at the cut: last selected key - first rejected key; +inf if none is rejected
     magnitude: torch.Tensor | None  # [rows, experts] fp64, sum of |hidden x weight|; None where logits were given
-    bias: torch.Tensor | None  # [experts] as it was given
+    bias: torch.Tensor | None  # [experts] or [rows, experts] as it was given
     valid: int  # rows before the padding
     terms: torch.Tensor | None = None  # [rows, 1] fp64, hidden values that are not 0; None where logits were given
 
@@ -111,10 +114,14 @@ def select(
     magnitude: torch.Tensor | None = None,
     terms: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
+    named: torch.Tensor | None = None,
 ) -> Truth:
-    """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract. ``groups``
-    [rows, groups] bool: those that are kept, instead of the best.
+    """Scores, keys, ids, weights and margins of ``logits`` [rows, experts], any float dtype, by the contract.
+
+    ``bias``: [experts], or [rows, experts] where rows have biases of their own. ``groups`` [rows, groups] bool: those that are
+    kept, instead of the best. ``named`` [rows, topk]: the experts of a hash layer, -1 of none.
     """
+    expect((named is not None) == problem.hashed, "named", "ids" if named is not None else None, f"those of {problem}")
     expect(problem.groups == 1 or problem.score != "softmax", "groups", problem.groups, "1 with softmax scores")
     expect(logits.shape[1] == problem.experts, "logits", tuple(logits.shape), f"[rows, {problem.experts}]")
     wide = logits.double()
@@ -129,7 +136,7 @@ def select(
     order = torch.sort(keys, dim=1, descending=True, stable=True)
     last = torch.sort(~open_.gather(1, order.indices), dim=1, stable=True).indices  # dropped ones, also behind minus infinity
     ranked, best = order.indices.gather(1, last), order.values.gather(1, last)
-    ids = ranked[:, : problem.topk].clone()
+    ids = ranked[:, : problem.topk].clone() if named is None else named.clone()
     margin = torch.full(keys.shape[:1], float("inf"), dtype=torch.float64, device=keys.device)
     if problem.topk < problem.experts:
         margin = best[:, problem.topk - 1] - best[:, problem.topk]
@@ -144,7 +151,8 @@ def outputs(problem: Problem, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]
     rows = len(truth.ids)
     shared = torch.arange(problem.experts, problem.experts + problem.shared, device=truth.ids.device).expand(rows, -1).clone()
     weight = torch.full((rows, problem.shared), problem.shared_weight, dtype=torch.float64, device=truth.ids.device)
-    shared[truth.valid :], weight[truth.valid :] = PAD_ID, 0.0
+    padded = (truth.ids < 0).all(1)
+    shared[padded], weight[padded] = PAD_ID, 0.0
     return torch.cat([truth.ids, shared], 1).int(), torch.cat([truth.weights, weight], 1).float()
 
 
@@ -155,10 +163,39 @@ def route(
     bias: torch.Tensor | None,
     *,
     num_token_non_padded: int | None = None,
+    named: torch.Tensor | None = None,
 ) -> Truth:
     """The whole router in fp64: ``gate``, then ``select``."""
     logits, magnitude, terms = gate(hidden, weight)
-    return select(problem, logits, bias, num_token_non_padded=num_token_non_padded, magnitude=magnitude, terms=terms)
+    given = {"magnitude": magnitude, "terms": terms, "named": named}
+    return select(problem, logits, bias, num_token_non_padded=num_token_non_padded, **given)
+
+
+def by_token(
+    problem: Problem, bias: torch.Tensor | None, tokens: Tokens | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What :func:`select` is given where a row's token has a say: the bias, of each row if need be, and the experts of a hash
+    layer.
+    """
+    if tokens is None:
+        return bias, None
+    if problem.image_bias:
+        assert bias is not None and tokens.image_bias is not None
+        bias = torch.where((tokens.ids == tokens.image)[:, None], tokens.image_bias, bias)
+    return bias, named_experts(problem, tokens) if problem.hashed else None
+
+
+def named_experts(problem: Problem, tokens: Tokens) -> torch.Tensor:
+    """[rows, topk] int64: the experts that the table has for the tokens; -1 where there is none."""
+    assert tokens.table is not None
+    known = (tokens.ids >= 0) & (tokens.ids < len(tokens.table))
+    ids = tokens.table[torch.where(known, tokens.ids, 0).long()].long()
+    return ids.masked_fill(~known[:, None] | (ids < 0) | (ids >= problem.experts), PAD_ID)
+
+
+def pack(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Packed ids [rows, topk + shared] int32 of ``ids`` and ``weights``, int32 and fp32."""
+    return ids << 16 | weights.bfloat16().view(torch.int16).int() & 0xFFFF
 
 
 def plan(problem: Problem, form: PlanForm, ids: torch.Tensor) -> dict[str, torch.Tensor]:

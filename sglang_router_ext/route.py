@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_router_ext.choose import Choice, choose, in_force
-from sglang_router_ext.contract import Gpu, PlanForm, Problem
+from sglang_router_ext.contract import Gpu, PlanForm, Problem, Tokens
 from sglang_router_ext.designs import TABLE
 
 if TYPE_CHECKING:
@@ -85,34 +85,41 @@ class Route:
         bias: torch.Tensor | None,
         *,
         num_token_non_padded: torch.Tensor | None = None,
+        tokens: Tokens | None = None,
+        packed: torch.Tensor | None = None,
         form: PlanForm | None = None,
     ) -> Routed:
         """Route ``hidden`` [rows, hidden]; ``num_token_non_padded`` is int32 [1] on the device, or None for no padding.
 
-        ``form``: of the plan, for designs that make one.
+        ``tokens``: of the rows, where the problem asks for them. ``packed`` [rows, topk + shared] int32: written too, by a
+        design that packs. ``form``: of the plan, for designs that make one.
 
         Raises :class:`~sglang_router_ext.contract.ContractError` for arguments outside the contract, before any launch.
         """
         choice = self.choice(len(hidden), plan=form is not None)
+        more: dict[str, Any] = {"num_token_non_padded": num_token_non_padded, "tokens": tokens, "packed": packed}
         if choice.fused:
             planned = {"form": form} if TABLE[choice.fused].plans else {}
-            return Routed(
-                *launcher(choice.fused)(
-                    self.problem, hidden, weight, bias, num_token_non_padded=num_token_non_padded, **planned
-                )
-            )
+            return Routed(*launcher(choice.fused)(self.problem, hidden, weight, bias, **more, **planned))
         if choice.gate == "host":
             return Routed(None, None, None)
         logits = launcher(choice.gate)(hidden, weight)
         if choice.selection == "host":
             return Routed(logits, None, None)
-        return Routed(logits, *self.select(logits, bias, num_token_non_padded=num_token_non_padded))
+        return Routed(logits, *self.select(logits, bias, **more))
 
     def select(
-        self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        num_token_non_padded: torch.Tensor | None = None,
+        tokens: Tokens | None = None,
+        packed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The selection alone, for logits [rows, experts] fp32 that the host made: (ids, weights), or (None, None)."""
         selection = self.choice(len(logits), plan=False).selection
         if "gate" in TABLE[selection].stages:  # host, or a fused design that wants the hidden states
             return None, None
-        return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded)
+        by_row = {name: value for name, value in (("tokens", tokens), ("packed", packed)) if value is not None}
+        return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded, **by_row)

@@ -6,8 +6,8 @@ import os
 
 import msgspec
 
+from sglang_router_ext.backends import GATES
 from sglang_router_ext.contract import expect
-from sglang_router_ext.designs import GATES
 
 
 class Setting(msgspec.Struct, frozen=True):

@@ -56,9 +56,19 @@ CASES = {
             what="sqrt-softplus scores",
         ),
         Case(
+            name="deepseek-v4.1-images",
+            problem=Problem(experts=384, hidden=5120, topk=6, score="sqrtsoftplus", nan_first=True, image_bias=True),
+            what="sqrt-softplus scores; image tokens have a bias of their own",
+        ),
+        Case(
             name="deepseek-v4",
             problem=Problem(experts=384, hidden=7168, topk=6, score="sqrtsoftplus"),
             what="sqrt-softplus scores",
+        ),
+        Case(
+            name="deepseek-v4-hash",
+            problem=Problem(experts=384, hidden=7168, topk=6, score="sqrtsoftplus", bias=False, hashed=True),
+            what="its first layers: experts by a table of tokens",
         ),
         Case(
             name="kimi-k2",

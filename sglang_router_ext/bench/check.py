@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from sglang_router_ext import reference
 from sglang_router_ext.agreement import Result, compare
 from sglang_router_ext.bench.checks import Check, inputs_of
-from sglang_router_ext.bench.clock import capture, poison
+from sglang_router_ext.bench.clock import POISON_INT, capture, poison
 from sglang_router_ext.bench.inputs import KINDS, Inputs
 from sglang_router_ext.bench.launch import ALIGNED, launch, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
@@ -89,6 +90,8 @@ def examine(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> li
             again = launch(design, problem, inputs, form)
             found += [f"{form}: {line}" for line in (*compare(again, want, problem, design), *_differences(first, again))]
         found += [f"not repeatable: {line}" for line in _differences(first, second)]
+        if design.packs:
+            found += _packing(design, problem, inputs, first)
         if design.row_stable and inputs.padding is None:
             found += _row_stability(design, problem, inputs, first)
         if design.graph_safe and inputs.hidden.is_cuda:
@@ -105,12 +108,24 @@ def _differences(one: Result, other: Result) -> list[str]:
     ]
 
 
+def _packing(design: Design, problem: Problem, inputs: Inputs, want: Result) -> list[str]:
+    """The same result where packed ids are asked for too, and they are those of its ids and weights."""
+    packed = torch.full((len(inputs.hidden), problem.slots), POISON_INT, dtype=torch.int32, device=inputs.hidden.device)
+    result = launch(design, problem, inputs, None, packed)
+    assert result.ids is not None and result.weights is not None
+    wrong = packed != reference.pack(result.ids, result.weights)
+    found = [f"packed differs at {wrong.nonzero()[0].tolist()}"] if wrong.any() else []
+    return found + [f"with packed ids: {line}" for line in _differences(want, result)]
+
+
 def _row_stability(design: Design, problem: Problem, inputs: Inputs, batch: Result) -> list[str]:
     rows = len(inputs.hidden)
     found = []
     for row in sorted({0, rows // 2, rows - 1}) if rows > 1 else ():
         one = slice(row, row + 1)
-        alone = launch(design, problem, inputs._replace(hidden=inputs.hidden[one], logits=inputs.logits[one]))
+        tokens = None if inputs.tokens is None else inputs.tokens._replace(ids=inputs.tokens.ids[one])
+        own = inputs._replace(hidden=inputs.hidden[one], logits=inputs.logits[one], tokens=tokens)
+        alone = launch(design, problem, own)
         logits, ids, weights = (None if field is None else field[one] for field in batch[:3])
         here = Result(logits, ids, weights)
         found += [f"row {row} alone is another row: {line}" for line in _differences(alone, here)]
@@ -161,7 +176,8 @@ def run(
     for number, check in enumerate(checks):
         if on_gpu and number % CHECKS_BETWEEN_FREES == 0:
             torch.cuda.empty_cache()  # graphs keep pools of their own
-        concerned = [design for design in designs if KINDS[check.kind].concerns(design.stages)]
+        same = check.problem.hashed  # as another layer's, for a gate
+        concerned = [d for d in designs if KINDS[check.kind].concerns(d.stages) and not (same and d.stages == ("gate",))]
         refused = [reasons(design, check.problem, check.rows, gpu) for design in concerned]
         runnable = {design.stages for design, why_not in zip(concerned, refused, strict=True) if not why_not}
         if runnable:

@@ -36,6 +36,7 @@ FULL_CASES = (
     "glm-5.3-flash",
     "deepseek-v3-ungrouped",
     "deepseek-v4.1-flash",
+    "deepseek-v4-hash",
     "kimi-k2",
     "glm-4.6-bf16",
     "glm-4.6",
@@ -49,12 +50,14 @@ SHORT_CASES = (
     "glm-4.5-air-bf16",
     "deepseek-v3",
     "deepseek-v4",
+    "deepseek-v4.1-images",
     "qwen3-235b-a22b",
     "mixtral-8x7b",
 )
 """Cases in a shape that stands above already, or that only some designs take."""
 MODEL_ROWS = (*range(1, 19), 24, 31, 32, 33, 48, 63, 64)
 KIND_ROWS = (1, 7, 16, 33, 130)
+TOKEN_KINDS = tuple(name for name, kind in KINDS.items() if kind.touches == {"tokens"})
 LARGE_CASES = ("glm-5.3-flash", "glm-4.6")
 LARGE_ROWS = (257, 1024, 8192)
 ODD = "odd sizes"
@@ -71,10 +74,13 @@ def model_checks() -> Iterator[Check]:
     for name in FULL_CASES:
         problem = CASES[name].problem
         yield from (Check(case=name, problem=problem, rows=rows) for rows in MODEL_ROWS)
-        special = (kind for kind in KINDS if kind != "random")
+        special = (kind for kind in KINDS if kind != "random" and (kind not in TOKEN_KINDS or problem.reads_tokens))
         yield from (Check(case=name, problem=problem, rows=rows, kind=kind) for kind in special for rows in KIND_ROWS)
     for names, counts in ((LARGE_CASES, LARGE_ROWS), (SHORT_CASES, KIND_ROWS)):
         yield from (Check(case=name, problem=CASES[name].problem, rows=rows) for name in names for rows in counts)
+    images = "deepseek-v4.1-images"
+    for kind in ("short-tokens", "ties", "padded-last"):
+        yield from (Check(case=images, problem=CASES[images].problem, rows=rows, kind=kind) for rows in KIND_ROWS)
 
 
 def odd_checks() -> Iterator[Check]:
@@ -107,7 +113,15 @@ def odd_checks() -> Iterator[Check]:
         Problem(experts=256, hidden=40, topk=8, score="sqrtsoftplus", groups=8, groups_kept=3),
         Problem(experts=384, hidden=40, topk=16, groups=12, groups_kept=1),
         Problem(experts=512, hidden=40, topk=8, groups=16, groups_kept=7),
+        Problem(experts=257, hidden=40, topk=22, score="sqrtsoftplus", image_bias=True, renormalize=False, shared=1),
+    ]
+    hashed: dict[str, Any] = {"score": "sqrtsoftplus", "bias": False, "hashed": True}
+    problems += [
+        Problem(experts=5, hidden=8, topk=1, **hashed),
+        Problem(experts=257, hidden=7176, topk=14, shared=2, scale=2.5, shared_weight=0.4, **{**hashed, "score": "sigmoid"}),
+        Problem(experts=60, hidden=10240, topk=9, renormalize=False, scale=1.5, **hashed),
     ]
     for problem in problems:
         yield from (Check(case=ODD, problem=problem, rows=rows) for rows in ODD_ROWS)
-        yield from (Check(case=ODD, problem=problem, rows=rows, kind=kind) for kind in ODD_KINDS for rows in ODD_KIND_ROWS)
+        kinds = ("unknown-tokens", "strided") if problem.hashed else ODD_KINDS
+        yield from (Check(case=ODD, problem=problem, rows=rows, kind=kind) for kind in kinds for rows in ODD_KIND_ROWS)

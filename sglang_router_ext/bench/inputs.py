@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_router_ext.contract import Problem
+from sglang_router_ext.contract import Problem, Tokens
 
 SPREAD = 1.2
 """Standard deviation of a random logit."""
@@ -16,6 +16,7 @@ BIAS = (11.54, 11.96)
 """Range of the selection bias of GLM-5.3-Flash's layer 24: an offset far larger than its spread."""
 SMALL_BIAS = (-0.76, 0.15)
 """Range of Kimi K3's."""
+VOCABULARY, IMAGE_TOKEN = 4096, 3
 
 
 class Inputs(NamedTuple):
@@ -26,6 +27,7 @@ class Inputs(NamedTuple):
     bias: torch.Tensor  # [experts] fp32
     logits: torch.Tensor  # [rows, experts] fp32: hidden @ weight.T, or whatever a selection-only kind puts there
     padding: torch.Tensor | None  # int32 [1]: num_token_non_padded
+    tokens: Tokens | None = None  # where the problem asks for them
 
 
 def bias_of(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
@@ -49,7 +51,18 @@ def random_inputs(problem: Problem, rows: int, *, seed: int = 0, device: torch.d
     weight = torch.randn((problem.experts, problem.hidden), generator=generator, device=device).mul_(scale).to(dtype)
     bias = _uniform((problem.experts,), *BIAS, generator)
     hidden = torch.randn((rows, problem.hidden), generator=generator, device=device).bfloat16()
-    return Inputs(hidden, weight, bias, _logits(hidden, weight), None)
+    inputs = Inputs(hidden, weight, bias, _logits(hidden, weight), None)
+    return inputs._replace(tokens=_tokens(problem, rows, generator)) if problem.reads_tokens else inputs
+
+
+def _tokens(problem: Problem, rows: int, generator: torch.Generator) -> Tokens:
+    """Every second token an image's, that of a row alone too; or tokens with experts of their own."""
+    ids = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (rows,), generator=generator, device=generator.device)
+    if problem.hashed:
+        order = torch.rand((VOCABULARY, problem.experts), generator=generator, device=generator.device).argsort(1)
+        return Tokens(ids, table=order[:, : problem.topk].int().contiguous())
+    ids[::2] = IMAGE_TOKEN
+    return Tokens(ids, IMAGE_TOKEN, _uniform((problem.experts,), *BIAS, generator))
 
 
 class Kind(NamedTuple):
@@ -64,7 +77,7 @@ class Kind(NamedTuple):
         """Whether a design of ``stages`` reads anything that this kind touches."""
         reads = {"hidden", "weight"} if "gate" in stages else {"logits"}
         if "selection" in stages:
-            reads |= {"bias", "padding"}
+            reads |= {"bias", "padding", "tokens"}
         return not self.touches or bool(self.touches & reads)
 
 
@@ -312,3 +325,34 @@ def padded_none(inputs: Inputs) -> Inputs:
 def padded_beyond(inputs: Inputs) -> Inputs:
     """A count of more rows than there are."""
     return _padded(len(inputs.hidden) + 5, inputs)
+
+
+def _with_tokens(inputs: Inputs, **fields: Any) -> Inputs:
+    assert inputs.tokens is not None
+    return inputs._replace(tokens=inputs.tokens._replace(**fields))
+
+
+@_kind("tokens")
+def short_tokens(inputs: Inputs) -> Inputs:
+    """Tokens as int32, and the first one no image's."""
+    if inputs.tokens is None:
+        return inputs
+    return _with_tokens(inputs, ids=_edit(inputs.tokens.ids.int(), lambda ids: ids[0].fill_(VOCABULARY - 1)))
+
+
+@_kind("tokens")
+def unknown_tokens(inputs: Inputs) -> Inputs:
+    """A token before and one behind the table; the first expert of every other token does not exist, and a token has none."""
+    tokens = inputs.tokens
+    if tokens is None or tokens.table is None:
+        return inputs
+
+    def change(table: torch.Tensor) -> None:
+        table[:, 0] = torch.where(torch.arange(len(table), device=table.device) % 2 == 0, -1, len(inputs.weight))
+        table[VOCABULARY - 1] = -1
+
+    def move(ids: torch.Tensor) -> None:
+        ids[0], ids[-1] = -1, VOCABULARY
+        ids[len(ids) // 2] = VOCABULARY - 1
+
+    return _with_tokens(inputs, ids=_edit(tokens.ids, move), table=_edit(tokens.table, change))

@@ -7,8 +7,10 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
+import torch
 
 from sglang_router_ext import reference
 from sglang_router_ext.agreement import Planned, Result
@@ -25,10 +27,17 @@ ALIGNED = PlanForm(kind="aligned", block=16)
 _unbuilt: dict[tuple[str, int, int], BuildError] = {}
 
 
-def launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None = ALIGNED) -> Result:
+def launch(
+    design: Design,
+    problem: Problem,
+    inputs: Inputs,
+    form: PlanForm | None = ALIGNED,
+    packed: torch.Tensor | None = None,
+) -> Result:
     """``design``'s function on the inputs that its stages read; the fields of stages that it does not cover are None.
 
-    ``form``: of the plan, where the design makes one; None: none.
+    ``form``: of the plan, where the design makes one; None: none. ``packed``: where packed ids go, of a design with
+    any.
 
     A build that failed for a shape is not tried again: it raises the same :class:`~sglang_router_ext.build.BuildError`.
     """
@@ -36,24 +45,26 @@ def launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | No
     if key in _unbuilt:
         raise _unbuilt[key]
     try:
-        return _launch(design, problem, inputs, form)
+        return _launch(design, problem, inputs, form, packed)
     except BuildError as error:
         _unbuilt[key] = error
         raise
 
 
-def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None) -> Result:
+def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | None, packed: torch.Tensor | None) -> Result:
     function, bias = launcher(design.name), bias_of(problem, inputs)
     if design.stages == ("gate",):
         return Result(logits=function(inputs.hidden, inputs.weight))
+    more: dict[str, Any] = {"num_token_non_padded": inputs.padding}
+    more |= {} if inputs.tokens is None else {"tokens": inputs.tokens}
+    more |= {} if packed is None else {"packed": packed}
     if design.stages == ("selection",):
-        ids, weights = function(problem, inputs.logits, bias, num_token_non_padded=inputs.padding)
-        return Result(None, ids, weights)
+        return Result(None, *function(problem, inputs.logits, bias, **more))
     if design.plans:
-        *found, plan = function(problem, inputs.hidden, inputs.weight, bias, num_token_non_padded=inputs.padding, form=form)
+        *found, plan = function(problem, inputs.hidden, inputs.weight, bias, form=form, **more)
         logits, ids, weights = found
         return Result(logits, ids, weights, None if form is None else Planned(form, plan))
-    return Result(*function(problem, inputs.hidden, inputs.weight, bias, num_token_non_padded=inputs.padding))
+    return Result(*function(problem, inputs.hidden, inputs.weight, bias, **more))
 
 
 def run_at_once(jobs: Sequence[Callable[[], object]], say: Callable[[str], None]) -> None:
@@ -78,10 +89,13 @@ def truth(stages: tuple[str, ...], problem: Problem, inputs: Inputs) -> Truth:
 
     A gate knows nothing of scores and groups, so it is judged by the ungrouped sigmoid problem of its shape.
     """
-    valid = None if inputs.padding is None else int(inputs.padding)
-    if stages == ("selection",):
-        return reference.select(problem, inputs.logits, bias_of(problem, inputs), num_token_non_padded=valid)
+    given: dict[str, Any] = {"num_token_non_padded": None if inputs.padding is None else int(inputs.padding)}
     if stages == ("gate",):
         plain = {"score": "sigmoid", "softcap": 0.0, "nan_first": False, "logits_dtype": "float32"}
-        problem = msgspec.structs.replace(problem, **plain, groups=1, groups_kept=1, shared=0)
-    return reference.route(problem, inputs.hidden, inputs.weight, bias_of(problem, inputs), num_token_non_padded=valid)
+        plain |= {"hashed": False, "image_bias": False, "groups": 1, "groups_kept": 1, "shared": 0}
+        problem, bias = msgspec.structs.replace(problem, **plain), bias_of(problem, inputs)
+    else:
+        bias, given["named"] = reference.by_token(problem, bias_of(problem, inputs), inputs.tokens)
+    if stages == ("selection",):
+        return reference.select(problem, inputs.logits, bias, **given)
+    return reference.route(problem, inputs.hidden, inputs.weight, bias, **given)

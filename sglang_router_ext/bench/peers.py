@@ -96,6 +96,7 @@ def _plain(problem: Problem) -> None:
     """What the five lines of PyTorch are written for."""
     _require(problem.groups == 1, f"{problem.groups} expert groups: the five lines of PyTorch know none")
     _require(problem.shared == 0, f"{problem.shared} shared slots: the five lines of PyTorch know none")
+    _require(not problem.reads_tokens, "experts or biases by token: the five lines of PyTorch know none")
     inside = problem.score == "softmax" and (problem.bias or problem.softcap > 0)
     _require(not inside, "a bias or softcap inside the softmax: the five lines of PyTorch know none")
 
@@ -172,7 +173,7 @@ def _sglang_takes(problem: Problem) -> None:
         _require(not problem.bias, "a bias: SGLang's softmax selection reads none")
         _require(problem.softcap == 0, f"softcap {problem.softcap:g}: SGLang's softmax selection has none")
     else:
-        _require(problem.bias, "no selection bias: SGLang's sqrt-softplus selection wants one")
+        _require(problem.bias or problem.hashed, "no selection bias: SGLang's sqrt-softplus selection wants one")
 
 
 def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -190,15 +191,18 @@ def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tenso
             return ids, weights
 
         return flashinfer
+    if problem.hashed:
+        return _sglang_hash_selection(problem, inputs)
     gate = _import("sglang.kernels.ops.moe.moe_fused_gate", "moe_fused_gate")
     options: dict[str, Any] = {"scoring_func": problem.score, "renormalize": problem.renormalize}
     scaled = problem.scale != 1.0
     if problem.score != "softmax":
         options |= {"routed_scaling_factor": problem.scale, "apply_routed_scaling_factor_on_output": scaled}
+        options["sqrtsoftplus_log1p"] = problem.nan_first
     if problem.score == "sigmoid":
         options |= {"num_expert_group": problem.groups, "topk_group": problem.groups_kept}
-    if problem.score == "sqrtsoftplus":
-        options["sqrtsoftplus_log1p"] = problem.nan_first
+    if (tokens := inputs.tokens) is not None:
+        options |= {"bias_alt": tokens.image_bias, "input_ids": tokens.ids, "bias_alt_token_id": tokens.image}
     bias = bias_of(problem, inputs)
 
     def triton(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,6 +212,15 @@ def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tenso
         return ids, weights
 
     return triton
+
+
+def _sglang_hash_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """HashTopK's kernel, which renormalises and knows sqrt-softplus scores only."""
+    _require((problem.score, problem.renormalize, problem.scale) == ("sqrtsoftplus", True, 1.0), f"{problem}: not SGLang's")
+    choose = _import("sglang.kernels.ops.moe.dsv4", "hash_topk")
+    assert inputs.tokens is not None
+    given = {"input_ids": inputs.tokens.ids.long(), "tid2eid": inputs.tokens.table, "routed_scaling_factor": problem.scale}
+    return lambda logits: choose(router_logits=logits, **given)[::-1]
 
 
 @functools.cache

@@ -30,7 +30,9 @@ Model = Annotated[
 ]
 Layers = Annotated[int, typer.Option(help="of the model; the first has no experts, but for Qwen3's")]
 Intermediate = Annotated[int, typer.Option(help="size of an expert")]
-Fp8 = Annotated[bool, typer.Option("--fp8", help="experts and linear layers in FP8; with --in-memory")]
+Quantization = Annotated[
+    str, typer.Option(help="of the weights: none, fp8 (linear layers and experts), nvfp4 (routed experts)")
+]
 Record = Annotated[bool, typer.Option("--record", help="write the times to the records of this GPU")]
 AsJson = Annotated[bool, typer.Option("--json")]
 
@@ -67,7 +69,7 @@ def demo(
     layers: Layers = demonstration.LAYERS,
     moe_intermediate: Intermediate = demonstration.MOE_INTERMEDIATE,
     backend: Annotated[str, typer.Option("--moe-runner-backend", help="of ours, served beside stock")] = demonstration.BACKEND,
-    fp8: Fp8 = False,
+    quantization: Quantization = "none",
     keep: Annotated[
         pathlib.Path | None,
         typer.Option(help="folder for checkpoint, logs and traces: new, empty, or of a demo of the same model"),
@@ -87,7 +89,7 @@ def demo(
         layers=layers,
         moe_intermediate=moe_intermediate,
         backend=backend,
-        fp8=fp8,
+        quantization=quantization,
         keep=keep,
         in_memory=in_memory,
         record=record,
@@ -105,7 +107,7 @@ def serve_bench(
         list[str] | None, typer.Option("--moe-runner-backend", help=f"of ours; may be repeated; else {demonstration.BACKEND}")
     ] = None,
     launches: Annotated[int, typer.Option(help="of stock and of each backend")] = demonstration.LAUNCHES,
-    fp8: Fp8 = False,
+    quantization: Quantization = "none",
     keep: Annotated[pathlib.Path | None, typer.Option(help="folder for checkpoint, logs and traces, as in demo")] = None,
     in_memory: Annotated[bool, typer.Option("--in-memory", help="draw the weights on the GPU")] = False,
     record: Record = False,
@@ -119,7 +121,7 @@ def serve_bench(
         moe_intermediate=moe_intermediate,
         backends=backend or [demonstration.BACKEND],
         launches=launches,
-        fp8=fp8,
+        quantization=quantization,
         keep=keep,
         in_memory=in_memory,
         record=record,

@@ -73,7 +73,7 @@ def read(model: str) -> Found:
     problem = from_config(config)
     elsewhere = _selects_elsewhere(config, problem)
     text = "SGLang selects by another function for this model, so that its own selection runs"
-    return Found(problem, "; ".join(filter(None, (_unlinked(config), text * elsewhere))), elsewhere)
+    return Found(problem, "; ".join(filter(None, (_unlinked(config), text * elsewhere, _hash_layers(config)))), elsewhere)
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +96,11 @@ def _unlinked(config: dict[str, Any]) -> str:
         if kind and kind not in (*LINKED, *LINEAR)
         else ""
     )
+
+
+def _hash_layers(config: dict[str, Any]) -> str:
+    count = config.get("num_hash_layers") if config.get("model_type") in UNGROUPED else 0
+    return f"in its first {count} layers a table of tokens names the experts, as in deepseek-v4-hash" if count else ""
 
 
 def _read(model: str) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import typer
 from rich.table import Table
 
 from sglang_router_ext import settings
+from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.choose import Choice, choose, in_force
 from sglang_router_ext.cli import model as models
 from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
-from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, Design, Rows
+from sglang_router_ext.designs import DESIGNS, Design, Rows
 
 WIDE = 150
 """Columns of a terminal that ``list`` fills."""

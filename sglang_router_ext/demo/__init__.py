@@ -1,6 +1,7 @@
 """``sglang-router-ext demo``: stock SGLang and the plugin side by side. Imports no torch until it runs.
 
 checkpoint.py   small models with the routers of GLM-5.3-Flash and others, from seeds; weights.py draws it inside an engine
+quantise.py     their weights in FP8 and NVFP4
 serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
 launches.py     engines launched several times in mixed order: ``serve-bench``
 compare.py      whether their tokens agree
@@ -27,12 +28,19 @@ LAUNCHES, MAX_LAUNCHES = 3, 100
 
 
 def size_of(
-    layers: int, moe_intermediate: int, backends: Sequence[str], *, fp8: bool, in_memory: bool, model: str = MODEL
+    layers: int,
+    moe_intermediate: int,
+    backends: Sequence[str],
+    *,
+    quantization: str = "none",
+    in_memory: bool,
+    model: str = MODEL,
 ) -> Size:
     """The model that is asked for. Raises :class:`~sglang_router_ext.contract.ContractError`."""
+    from sglang_router_ext.backends import BACKENDS
     from sglang_router_ext.contract import expect
-    from sglang_router_ext.demo.checkpoint import FP8_BLOCK, MODELS, Size
-    from sglang_router_ext.designs import BACKENDS
+    from sglang_router_ext.demo import quantise
+    from sglang_router_ext.demo.checkpoint import MODELS, Size
 
     expect(model in MODELS, "model", model, " | ".join(MODELS))
     expect(2 <= layers <= MAX_LAYERS, "layers", layers, f"2 to {MAX_LAYERS}: the first has no experts")
@@ -40,10 +48,12 @@ def size_of(
     expect(fits, "moe-intermediate", moe_intermediate, f"multiples of 16 up to {MAX_INTERMEDIATE}")
     for backend in backends:
         expect(backend in BACKENDS, "moe-runner-backend", backend, " | ".join(BACKENDS))
-    expect(not fp8 or in_memory, "fp8", "a checkpoint on disk", "--in-memory")
-    whole = not fp8 or moe_intermediate % FP8_BLOCK == 0
-    expect(whole, "moe-intermediate", moe_intermediate, f"multiples of {FP8_BLOCK} in FP8")
-    return Size(layers, moe_intermediate, fp8, model)
+    expect(quantization in quantise.KINDS, "quantization", quantization, " | ".join(quantise.KINDS))
+    block = quantise.BLOCKS.get(quantization, 1)
+    expect(moe_intermediate % block == 0, "moe-intermediate", moe_intermediate, f"multiples of {block} in {quantization}")
+    drawn = not in_memory or quantization != "nvfp4"  # Marlin's layout is not undone for weights that come later
+    expect(drawn, "in-memory", f"{quantization} experts", "a checkpoint on disk for these")
+    return Size(layers, moe_intermediate, quantization, model)
 
 
 def launch(
@@ -53,7 +63,7 @@ def launch(
     moe_intermediate: int = MOE_INTERMEDIATE,
     backends: Sequence[str] = (BACKEND,),
     launches: int = LAUNCHES,
-    fp8: bool = False,
+    quantization: str = "none",
     keep: pathlib.Path | None = None,
     in_memory: bool = False,
     record: bool = False,
@@ -67,7 +77,7 @@ def launch(
 
     from sglang_router_ext.contract import expect
 
-    size = size_of(layers, moe_intermediate, backends, fp8=fp8, in_memory=in_memory, model=model)
+    size = size_of(layers, moe_intermediate, backends, quantization=quantization, in_memory=in_memory, model=model)
     expect(1 <= launches <= MAX_LAUNCHES, "launches", launches, f"1 to {MAX_LAUNCHES}")
     expect(bool(backends) and len({*backends}) == len(backends), "moe-runner-backend", list(backends), "each one once")
     expect(torch.cuda.is_available(), "serve-bench", "no CUDA GPU here", "a machine with one")
@@ -88,7 +98,7 @@ def run(
     layers: int = LAYERS,
     moe_intermediate: int = MOE_INTERMEDIATE,
     backend: str = BACKEND,
-    fp8: bool = False,
+    quantization: str = "none",
     keep: pathlib.Path | None = None,
     in_memory: bool = False,
     record: bool = False,
@@ -97,16 +107,17 @@ def run(
     """Run the demo that fits this machine; ``report.agrees`` says whether everything agreed that must.
 
     ``model``: whose router, by name. ``backend``: of ours, what runs beside stock. With a GPU only: any but the first model;
-    ``in_memory`` draws the weights on the GPU instead of writing them, so that a model of any size can be served; ``fp8`` draws
-    them in FP8; ``keep`` is a folder for checkpoint, logs and traces; ``record`` writes the times to the records of this GPU,
-    slower ones too, if all else holds. ``say`` gets a line of progress at a time.
+    ``in_memory`` draws the weights on the GPU instead of writing them, so that a model of any size can be served;
+    ``quantization``: of the weights, one of ``quantise.KINDS``; ``keep`` is a folder for checkpoint, logs and traces;
+    ``record`` writes the times to the records of this GPU, slower ones too, if all else holds. ``say`` gets a line of progress
+    at a time.
     Raises :class:`~sglang_router_ext.contract.ContractError`.
     """
     import torch
 
     from sglang_router_ext.contract import expect
 
-    size = size_of(layers, moe_intermediate, [backend], fp8=fp8, in_memory=in_memory, model=model)
+    size = size_of(layers, moe_intermediate, [backend], quantization=quantization, in_memory=in_memory, model=model)
     if not torch.cuda.is_available():
         expect(model == MODEL, "model", f"{model}, no CUDA GPU", f"a machine with one, or {MODEL}")
         for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):

@@ -27,6 +27,7 @@ import torch
 
 from sglang_router_ext.build import cache_dir
 from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.demo import quantise
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "glm": ("model.json", {}),
@@ -38,7 +39,6 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
 """Name -> configuration in this folder, and what changes in it: routers of GLM-5.3-Flash, GLM-4.6 (fp32 gate weight),
 Qwen3-30B-A3B (softmax), DeepSeek-V3 (groups) and Kimi K2."""
 BIAS_CENTRE, BIAS_SPREAD = 11.75, 0.42
-FP8_BLOCK = 128
 RECIPE = 1
 """Raise when :func:`specs` or :func:`make` change, so that stored checkpoints are written anew."""
 
@@ -48,10 +48,15 @@ class Size(msgspec.Struct, frozen=True):
 
     layers: int = 4
     moe_intermediate: int = 64
-    fp8: bool = False
-    """Linear layers and experts in FP8, a scale for every 128 x 128 weights, as DeepSeek-V3 has them."""
+    quantization: str = "none"
+    """One of ``quantise.KINDS``."""
     model: str = "glm"
     """One of :data:`MODELS`."""
+
+    @property
+    def experts(self) -> str:
+        """The type of the routed experts."""
+        return "bf16" if self.quantization == "none" else self.quantization
 
     @property
     def moe_layers(self) -> range:
@@ -62,11 +67,10 @@ def config(size: Size) -> dict:
     """The model's ``config.json``."""
     file, changes = MODELS[size.model]
     base = json.loads((pathlib.Path(__file__).parent / file).read_text()) | changes
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     return (
         base
         | {"num_hidden_layers": size.layers, "moe_intermediate_size": size.moe_intermediate}
-        | ({"quantization_config": fp8} if size.fp8 else {})
+        | quantise.settings(size.quantization)
     )
 
 
@@ -183,17 +187,6 @@ def make(spec: Spec, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device=device).normal_(0, spec.scale, generator=generator)
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [.., out, in] bf16 as FP8 of the same shape, and its scales [.., out / 128, in / 128] fp32, rounded up."""
-    rows, columns = weight.shape[-2:]
-    high, wide = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
-    padded = torch.nn.functional.pad(weight.float(), (0, wide * FP8_BLOCK - columns, 0, high * FP8_BLOCK - rows))
-    blocks = padded.unflatten(-2, (high, FP8_BLOCK)).unflatten(-1, (wide, FP8_BLOCK))
-    scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    values = (blocks / scale[..., :, None, :, None]).flatten(-2).flatten(-3, -2)[..., :rows, :columns]
-    return values.to(torch.float8_e4m3fn), scale
-
-
 def rounded(bias: torch.Tensor) -> torch.Tensor:
     """The mistake that the comparison has to notice: a selection bias narrowed to bf16."""
     return bias.bfloat16().float()
@@ -202,6 +195,11 @@ def rounded(bias: torch.Tensor) -> torch.Tensor:
 def mistake(model: dict) -> str:
     """That of a model whose router has no selection bias, too."""
     return "bf16 selection biases" if problem(model).bias else "FP8 gate weights"
+
+
+def stock_backend(model: dict) -> str:
+    """The expert kernels of SGLang that ours stand beside: what the plugin keeps of them on Hopper."""
+    return "marlin" if quantise.kind_of(model) == "nvfp4" else "triton"
 
 
 def folder(size: Size) -> pathlib.Path:
@@ -215,14 +213,12 @@ def _identity(size: Size) -> str:
 
 def bytes_of(model: dict) -> int:
     """Size of the weights; exact but for fp32 routers, biases and scales."""
-    fp8 = "quantization_config" in model
-    specs = (spec for shard in shards(model) for spec in shard)
-    return sum((1 if fp8 and multiplies(spec.name) else 2) * math.prod(spec.shape) for spec in specs)
+    kind = quantise.kind_of(model)
+    return int(sum(_bytes(kind, shard) for shard in shards(model)))
 
 
-def multiplies(name: str) -> bool:
-    """Whether the tensor is the weight of a linear layer or of experts, and so in FP8 where a model is."""
-    return name.removesuffix(".weight").endswith(("_proj", "_with_mqa"))
+def _bytes(kind: str, specs: list[Spec]) -> float:
+    return sum(quantise.bytes_each(kind, spec.name) * math.prod(spec.shape) for spec in specs)
 
 
 def write(size: Size, path: pathlib.Path, say: Callable[[str], None] = print) -> pathlib.Path:
@@ -258,8 +254,9 @@ def _write_into(path: pathlib.Path, model: dict, say: Callable[[str], None]) -> 
     with ThreadPoolExecutor() as pool:
         for number, specs in enumerate(listed, 1):
             file = f"model-{number:05d}-of-{len(listed):05d}.safetensors"
-            say(f"writing {file}, {sum(2 * math.prod(spec.shape) for spec in specs) / 1e6:.0f} MB")
-            tensors = dict(zip([spec.name for spec in specs], pool.map(make, specs), strict=True))
+            say(f"writing {file}, {_bytes(quantise.kind_of(model), specs) / 1e6:.0f} MB")
+            made = zip([spec.name for spec in specs], pool.map(make, specs), strict=True)
+            tensors = {name: tensor.contiguous() for name, tensor in quantise.stored(quantise.kind_of(model), made)}
             save_file(tensors, path / file, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": bytes_of(model)}, "weight_map": places}

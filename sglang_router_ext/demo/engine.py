@@ -60,9 +60,11 @@ class Profile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
-    """Call ``function``, one of ``weights.py``, on the model; the answer is null."""
+    """Call ``function``, one of ``weights.py``, on the model; the answer is null. ``layouts``: it changes weights whose layout
+    SGLang undoes before and makes again after."""
 
     function: str
+    layouts: bool = True
 
 
 Request = Tokens | Time | Profile | Change
@@ -99,7 +101,7 @@ class Session:
             case Profile():
                 return self._profile(request.size)
             case Change():
-                self._change(request.function)
+                self._change(request.function, layouts=request.layouts)
                 return None
 
     def _generate(self, batch: list[list[int]], tokens: int, *, tops: bool = False, held: bool = False) -> list[dict]:
@@ -141,12 +143,11 @@ class Session:
         (file,) = {*folder.glob("*.trace.json.gz")} - before
         return str(file)
 
-    def _change(self, function: str) -> None:
-        steps = {
-            "begin_weight_update": self.engine.begin_weight_update,
-            "update_weights_from_tensor": lambda: self.engine.update_weights_from_tensor([], load_format=function),
-            "end_weight_update": self.engine.end_weight_update,
-        }
+    def _change(self, function: str, *, layouts: bool) -> None:
+        steps: dict[str, Any] = {"begin_weight_update": self.engine.begin_weight_update} if layouts else {}
+        steps["update_weights_from_tensor"] = lambda: self.engine.update_weights_from_tensor([], load_format=function)
+        if layouts:
+            steps["end_weight_update"] = self.engine.end_weight_update
         for name, step in steps.items():
             done, message = step()[:2]
             if not done:

@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_router_ext.bench.record import OtherRecord, new_run, other_record
 from sglang_router_ext.contract import expect
-from sglang_router_ext.demo import checkpoint, pace, trace, weights
+from sglang_router_ext.demo import checkpoint, pace, quantise, trace, weights
 from sglang_router_ext.demo.checkpoint import Size
 from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, more_than, verdict, yardstick
 from sglang_router_ext.demo.engine import PROFILED_STEPS, Change, Plan, Profile, Time, Tokens
@@ -174,7 +174,7 @@ def run(
         ]
         outcomes: dict[str, Outcome] = {}
         for group in [workers] if together else [[worker] for worker in workers]:
-            outcomes |= _work(group, say, in_memory=in_memory)
+            outcomes |= _work(group, say, in_memory=in_memory, marlin=checkpoint.stock_backend(model) == "marlin")
         for name, outcome in outcomes.items():
             (work / name / "outcome.json").write_bytes(msgspec.json.encode(outcome))
         say("reading the profiles")
@@ -274,7 +274,8 @@ def engine_plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, 
             "model_path": str(path),
             "load_format": "dummy" if in_memory else "auto",
             "custom_weight_loader": [weights.DRAW, weights.NARROW],
-            "moe_runner_backend": "triton" if name == STOCK else name,
+            "moe_runner_backend": checkpoint.stock_backend(model) if name == STOCK else name,
+            "disable_shared_experts_fusion": quantise.kind_of(model) == "nvfp4",  # they stay in bf16
             "skip_tokenizer_init": True,
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
@@ -296,8 +297,8 @@ def engine_plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, 
     )
 
 
-def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool) -> dict[str, Outcome]:
-    """All that is asked of ``workers``, which run together."""
+def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool, marlin: bool = False) -> dict[str, Outcome]:
+    """All that is asked of ``workers``, which run together. ``marlin``: their experts' layout cannot be made twice."""
     with contextlib.ExitStack() as stack:
         for worker in workers:
             stack.callback(worker.kill)
@@ -322,7 +323,7 @@ def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool)
                 outcomes[worker.name].traces.setdefault(size, []).append(worker.ask(Profile(size), str))
         for worker in workers:
             say(f"{worker.name}: the same with changed routers")
-            worker.ask(Change(weights.NARROW), type(None))
+            worker.ask(Change(weights.NARROW, layouts=not marlin), type(None))
             outcomes[worker.name].changed = worker.ask(Tokens(CHANGED_BATCH, SEQUENCES), Run)
         for worker in workers:
             worker.finish()
@@ -359,7 +360,7 @@ def served_record(
         "problem": problem,
         "moe_layers": len(size.moe_layers),
         "moe_intermediate": size.moe_intermediate,
-        "experts": "fp8" if size.fp8 else "bf16",
+        "experts": size.experts,
     }
     compared = [
         {"what": one.what, "equal": one.found.equal, "sequences": one.found.sequences, "against": one.against} for one in tokens

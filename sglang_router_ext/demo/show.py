@@ -68,7 +68,7 @@ def _yes(differences: list[str]) -> str:
 
 
 def _model(report: ServeReport | LaunchReport) -> str:
-    experts = f"{'FP8' if report.size.fp8 else 'bf16'} experts of {report.size.moe_intermediate}"
+    experts = f"{report.size.experts} experts of {report.size.moe_intermediate}"
     return f"{report.gpu}: SGLang serving {report.problem}, {len(report.size.moe_layers)} MoE layers, {experts}"
 
 

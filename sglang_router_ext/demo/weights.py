@@ -6,41 +6,21 @@ the same numbers in every layer, and the model repeats two tokens whatever its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from sglang_router_ext.demo import checkpoint
+from sglang_router_ext.demo import checkpoint, quantise
 
 
 def draw(model: Any, _named: list) -> None:
     """Fill all of an SGLang model with the tensors of :mod:`~.checkpoint`, drawn where the model is, layer by layer."""
     device = next(model.parameters()).device
     config = model.config.to_dict()
-    fp8 = config.get("quantization_config") is not None
+    kind = quantise.kind_of(config)
     for specs in checkpoint.shards(config):
         drawn = ((spec.name, checkpoint.make(spec, device)) for spec in specs)
-        model.load_weights(in_fp8(drawn) if fp8 else drawn)
-
-
-def in_fp8(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights as an FP8 checkpoint names them: what multiplies with its scales, and each expert by itself."""
-    for name, tensor in tensors:
-        parts = {name: tensor}
-        if tensor.dim() == 3:
-            matrices = {"down_proj": tensor}
-            if name.endswith("gate_up_proj"):
-                matrices = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
-            prefix = name.rpartition(".")[0]
-            parts = {f"{prefix}.{i}.{kind}.weight": one for kind, some in matrices.items() for i, one in enumerate(some)}
-        for part, weight in parts.items():
-            if not checkpoint.multiplies(part):
-                yield part, weight
-                continue
-            values, scale = checkpoint.quantised(weight)
-            yield part, values
-            yield f"{part}_scale_inv", scale
+        model.load_weights(quantise.stored(kind, drawn))
 
 
 def narrow_routers(model: Any, _named: list) -> None:

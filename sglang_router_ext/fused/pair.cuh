@@ -22,8 +22,9 @@ template <
     Score kScore>
 struct Pair {
   // hidden [rows, hidden] bf16, weight [experts, hidden] bf16 or fp32, bias [experts] fp32 or empty, num_token_non_padded [1]
-  // int32 or empty; written: sums [rows, slices, 128 * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots]
-  // int32, weights [rows, slots] fp32; slots is topk and the shared experts
+  // int32 or empty, tokens [rows] int32 or int64 or empty, image_bias [experts] fp32 or empty; written: sums [rows, slices, 128
+  // * kGroups] fp32 (scratch), logits [rows, experts] fp32, ids [rows, slots] int32, weights [rows, slots] fp32, packed [rows,
+  // slots] int32 or empty; slots is topk and the shared experts
   static void run(
       TensorView hidden,
       TensorView weight,
@@ -33,6 +34,9 @@ struct Pair {
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      TensorView packed,
+      TensorView tokens,
+      TensorView image_bias,
       int64_t experts,
       int64_t topk,
       double scale,
@@ -41,7 +45,8 @@ struct Pair {
       int64_t groups_kept,
       double softcap,
       bool nan_first,
-      bool rounded) {
+      bool rounded,
+      int64_t image_token) {
     const cudaStream_t stream = stream_of(hidden);
     SmallRowsParams gate = small_rows_params(hidden, weight);
     gate.out = static_cast<float*>(sums.data_ptr());
@@ -54,7 +59,10 @@ struct Pair {
         ids,
         weights,
         num_token_non_padded,
-        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
+        packed,
+        tokens,
+        image_bias,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded, image_token});
     select.logits = gate.out;
     select.row_stride = gate.out_stride;
     select.logits_out = static_cast<float*>(logits.data_ptr());

@@ -15,7 +15,9 @@
 // longer (256 x 7168, 96 rows: +1.7 and +3.5; one block a line, or once the first ones are there: no gain); words that are
 // there not asked for again (+0.15 to 0.25), or all of them asked for twice as often (+0.1); whether a slot is elsewhere read
 // from shared memory behind the barrier (+0.08); one reader for a row's plan words instead of one for each (+0.3); the weights
-// before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6 rows).
+// before the plan (+0.2); blocks of more warps, so that one consumer has all of up to 8 rows (+0.5 for 6 rows); twice the
+// slices, of half the warps each (256 x 7168: -1.0 for 32 rows, but +0.8 for the pair's 1 to 8, which adds them up in the same
+// order).
 #pragma once
 
 #include <algorithm>
@@ -43,10 +45,11 @@ struct SingleParams {
   SmallRowsParams gate;
   WarpSelectParams select;
   PlanParams plan;
-  Divisor consumers;           // number b has the rows b, b + consumers, ..
-  int columns, tiles_of_rows;  // producers: columns of experts, and how many share the rows of one
-  int before_consumers;        // blocks before the first consumer's
-  int producers;               // the first of these blocks, or, where consumers are the first, the last
+  Divisor consumers;     // number b has the rows b, b + consumers, ..
+  Divisor columns;       // of experts, one a producer; a division of integers before the first load takes 0.1 us
+  int tiles_of_rows;     // how many producers share the rows of one column
+  int before_consumers;  // blocks before the first consumer's
+  int producers;         // the first of these blocks, or, where consumers are the first, the last
 };
 
 // Consumer number `block`: a row for each of its first teams, then the plan, by all warps but those with the weights of a row.
@@ -157,7 +160,7 @@ __global__ __launch_bounds__(kWarps* kWarp, 1) void single_kernel(const __grid_c
   const bool consumes = consumer >= 0 && consumer < params.consumers.value;
   const int producer = params.before_consumers > 0 ? blockIdx.x : blockIdx.x + params.producers - gridDim.x;
   if (producer >= 0 && producer < params.producers) {
-    const int column = producer % params.columns, rest = producer / params.columns;
+    const unsigned rest = params.columns.quotient(producer), column = producer - rest * params.columns.value;
     gate_block<kWarps, kTiles, kDepth, kExact, kHalved, kWide, kCount, false, true>(
         params.gate, memory.producer, column, rest % kParts, kParts, rest / kParts, params.tiles_of_rows);
     if (!consumes) return;
@@ -209,6 +212,9 @@ struct Single {
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      TensorView packed,
+      TensorView tokens,
+      TensorView image_bias,
       TensorView id_words,
       TensorView plan0,
       TensorView plan1,
@@ -226,6 +232,7 @@ struct Single {
       double softcap,
       bool nan_first,
       bool rounded,
+      int64_t image_token,
       int64_t block,
       int64_t first_local,
       int64_t locals,
@@ -246,7 +253,10 @@ struct Single {
         ids,
         weights,
         num_token_non_padded,
-        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
+        packed,
+        tokens,
+        image_bias,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded, image_token});
     params.select.logits = params.gate.out;
     params.select.row_stride = params.gate.out_stride;
     params.select.logits_out = static_cast<float*>(logits.data_ptr());
@@ -267,9 +277,9 @@ struct Single {
     }
     params.consumers = Divisor::of(static_cast<int>(consumers));
     const int columns = 8 * (many ? kManyTiles : kTiles);
-    params.columns = (params.gate.experts + columns - 1) / columns;
+    params.columns = Divisor::of((params.gate.experts + columns - 1) / columns);
     params.tiles_of_rows = static_cast<int>(tiles_of_rows);
-    params.producers = params.columns * slices * params.tiles_of_rows;
+    params.producers = params.columns.value * slices * params.tiles_of_rows;
     const int blocks = placing == kBoth ? params.producers : params.producers + params.consumers.value;
     params.before_consumers = placing == kFirst ? 0 : blocks - params.consumers.value;
     auto go = [&]<int kBlockTiles, RowCount kCount, int kTopk>() {

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_router_ext import build
-from sglang_router_ext.arguments import check_gate, check_selection
-from sglang_router_ext.contract import PLAN_ROWS, PLAN_SLOTS, PlanForm, Problem, expect
+from sglang_router_ext.arguments import check_gate, check_per_row, check_selection
+from sglang_router_ext.contract import PLAN_ROWS, PLAN_SLOTS, PlanForm, Problem, Tokens, expect
 from sglang_router_ext.fused import words
 from sglang_router_ext.gate.small_rows import Config, config
-from sglang_router_ext.selection.warp_select import groups, outputs, scalars, template, vectorised
+from sglang_router_ext.selection.warp_select import groups, outputs, per_row, scalars, template, vectorised
 
 HEADER = "fused/single.cuh"
 FORMATS = {None: "kNone", "aligned": "kAligned", "tiles": "kTiles"}
@@ -98,7 +98,7 @@ def division(rows: int, experts: int, hidden: int, processors: int, wide: bool =
 
 def instance(problem: Problem, vector: bool, kind: str | None) -> str:
     """The C++ instance that serves ``problem`` and a format."""
-    split = config(problem.experts, problem.hidden, problem.weight_dtype == "float32")
+    split = config(problem.experts, problem.hidden, problem.wide)
     shape = f"{split.template}, {split.slices}, {many_tiles(split, problem.experts)}, {template(problem, vector)}"
     return f"Single<{shape}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
@@ -133,7 +133,7 @@ def _launch(
 ) -> tuple[Any, Division, Shape, Shape]:
     """The module of a launch, who does what in it, and the shapes of its words."""
     experts = problem.experts
-    wide, kind = problem.weight_dtype == "float32", None if form is None else form.kind
+    wide, kind = problem.wide, None if form is None else form.kind
     split = config(experts, problem.hidden, wide)
     how = division(rows, experts, problem.hidden, _processors(device), wide)
     module = build.load(HEADER, instance(problem, vectorised(experts, bias), kind))
@@ -156,14 +156,18 @@ def single(
     bias: torch.Tensor | None,
     *,
     num_token_non_padded: torch.Tensor | None = None,
+    tokens: Tokens | None = None,
+    packed: torch.Tensor | None = None,
     form: PlanForm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """``hidden`` [rows, hidden] bf16, ``weight`` [experts, hidden] bf16 or fp32, ``bias`` [experts] fp32 or None ->
     logits [rows, experts] fp32, ids [rows, topk + shared] int32, weights [rows, topk + shared] fp32, and the plan of ``form``
-    by the names of :func:`~sglang_router_ext.reference.plan` ({} without one).
+    by the names of :func:`~sglang_router_ext.reference.plan` ({} without one). ``tokens`` and ``packed``: as ``warp_select``
+    takes them.
     """
     check_gate("single", hidden, weight, problem)
     check_selection("single", problem, None, bias, num_token_non_padded, hidden.device)
+    check_per_row(problem, len(hidden), tokens, packed, hidden.device)
     rows, experts, device = len(hidden), problem.experts, hidden.device
     if form is not None:
         local = form.local_experts(problem)
@@ -176,11 +180,11 @@ def single(
     logits = torch.empty((rows, experts), dtype=torch.float32, device=device)
     ids, weights = outputs(rows, problem.slots, device)
     none = ids[:0]
-    padding = none if num_token_non_padded is None else num_token_non_padded
+    more = per_row(none, num_token_non_padded, packed, tokens)
     tensors = [*plan.values(), *[none] * (len(NAMES["tiles"]) - len(plan))]
     where = (0, 0, 0) if form is None else (form.block, form.first_local, form.local_experts(problem))
-    add = ids[:0] if bias is None else bias
-    module.run(hidden, weight, add, sums, logits, ids, weights, padding, told, *tensors, *scalars(problem), *where, *how)
+    add, numbers = none if bias is None else bias, scalars(problem, tokens)
+    module.run(hidden, weight, add, sums, logits, ids, weights, *more, told, *tensors, *numbers, *where, *how)
     return logits, ids, weights, plan
 
 

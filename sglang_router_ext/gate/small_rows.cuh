@@ -17,6 +17,8 @@
 // lane t of a quad takes 8 consecutive k with one 16-byte load and feeds them to two instructions.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/launch.cuh"
 
 namespace rx {
@@ -35,6 +37,12 @@ __device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const uint32_t (&a)
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 0, which ptxas does not know: for each mma it would copy the operand that they share anew, into the four registers in a row
+// that it wants (88 copies beside 24 mma). Through an addition of nothing it takes one copy.
+__device__ __forceinline__ uint32_t unknown_zero(int count) {
+  return static_cast<uint32_t>(count) >> 31;
 }
 
 // Eight consecutive elements of a weight, as they are read.
@@ -108,7 +116,7 @@ template <
     bool kWords = false>
 __device__ __forceinline__ void gate_block(
     const SmallRowsParams& params,
-    GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, kCluster>& memory,
+    GateMemory<kBusyWarps<kWarps, kCount, kHalved>, kTiles, kCount, kCluster>& block_memory,
     int columns,
     int slice,
     int slices,
@@ -121,6 +129,11 @@ __device__ __forceinline__ void gate_block(
   constexpr int kLanes = 4 * kLogits <= kThreads ? 4 : 2 * kLogits <= kThreads ? 2 : 1;  // per logit
   constexpr int kBusy = kBusyWarps<kWarps, kCount, kHalved>;
   constexpr int kBuffers = GateMemory<kBusy, kTiles, kCount, kCluster>::kBuffers;
+  // By a shuffle it stays in a register; ptxas asks where shared memory starts in every round, and what follows waits for it.
+  uint32_t address = shared_address(&block_memory);
+  if constexpr (kMany) address = __shfl_sync(kAllLanes, address, 0);
+  using Memory = std::remove_reference_t<decltype(block_memory)>;
+  Memory& memory = *static_cast<Memory*>(__cvta_shared_to_generic(address));
   auto& partial = memory.partial;
   auto& arrived = memory.arrived;
   auto& barrier = memory.barrier;
@@ -195,6 +208,7 @@ __device__ __forceinline__ void gate_block(
   wait_for_producer();
   let_consumer_start();
 
+  const uint32_t zero = unknown_zero(params.rows);
   uint4 row[kDepth][kHalves];
   auto load_rows = [&](int done) {
 #pragma unroll
@@ -216,7 +230,8 @@ __device__ __forceinline__ void gate_block(
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         const uint4 low = row[i][0], high = kTall ? row[i][kHalves - 1] : uint4{};
-        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+        const uint32_t first[4] = {low.x | zero, high.x | zero, low.y | zero, high.y | zero};
+        const uint32_t second[4] = {low.z | zero, high.z | zero, low.w | zero, high.w | zero};
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           auto add = [&](const uint4& part) {
@@ -281,7 +296,8 @@ __device__ __forceinline__ void gate_block(
 #pragma unroll
         for (int c = 0; c < kSums; ++c) {
           const int running = part * kSums + c, from = running / 4 * kChainWarps + w + running % 4;
-          if (kChainWarps % 4 == 0 || w + running % 4 < kChainWarps) sums[c] += partial[buffer][from][logit];
+          if (kChainWarps % 4 != 0 && w + running % 4 >= kChainWarps) continue;
+          sums[c] = w == 0 ? partial[buffer][from][logit] : sums[c] + partial[buffer][from][logit];
         }
       }
 #pragma unroll

@@ -14,8 +14,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_router_ext import settings
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.contract import ContractError
-from sglang_router_ext.designs import BACKENDS
 from sglang_router_ext.plugin import counters, hooks, preflight
 from sglang_router_ext.plugin.preflight import Demand
 

@@ -3,10 +3,12 @@
     topk.biased_grouped_topk          -> take_grouped
     topk.biased_topk_jit_kernel_impl  -> take_biased
     topk.fused_topk                   -> take_softmax
+    moe_fused_gate, with two biases   -> take_image     of layers that rank image tokens by a bias of their own
+    dsv4.hash_topk                    -> take_hash      of layers whose experts a table names
 
-Each takes the Plan if it answers what is asked, or counts why not and calls the original. They stand below select_experts, so
-that what SGLang does after a selection (remapping for EPLB, capture and recording of routed experts, padding, shared slots,
-simulation, waterfill) happens as ever.
+Each takes the Plan if it answers what is asked, or counts why not and calls the original. They stand below select_experts,
+vision_topk and HashTopK, so that what SGLang does after a selection (remapping for EPLB, capture and recording of routed
+experts, padding, shared slots, simulation, waterfill) happens as ever.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_router_ext.contract import Problem
+from sglang_router_ext.contract import Problem, Tokens
 from sglang_router_ext.plugin import counters
-from sglang_router_ext.plugin.blocks import HANDOVER, Blocks, carry
+from sglang_router_ext.plugin.blocks import HANDOVER, PADDED, SIMULATED, Blocks, carry, void
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.problem import as_the_models_gate, scale_of, shared_weight_of
 
 NO_PLAN = "logits of no linked gate, or changed since"
 TAKEN = "plan refused: taken before"
+PACKED_PADDING = -1 << 16
+"""A packed id of a padded row: -1, and a weight of 0."""
 
 Selection = tuple[torch.Tensor, torch.Tensor]
 """weights [rows, topk + shared] fp32, ids [rows, topk + shared] int32, in SGLang's order."""
@@ -41,6 +45,9 @@ class Plan(NamedTuple):
     bias: torch.Tensor | None  # [experts] float32, the tensor that the selection read
     version: int  # version counter of the logits when they were made
     blocks: Blocks | None = None
+    tokens: Tokens | None = None  # where they had a say
+    packed: torch.Tensor | None = None  # [rows, topk + shared] int32: packed ids, where they may be asked for
+    host: Callable[[], torch.Tensor] | None = None  # SGLang's logits, of a hash layer, where ours are its own experts' only
 
 
 def hand_over(logits: torch.Tensor, handed: Plan | str) -> torch.Tensor:
@@ -59,12 +66,39 @@ def take_biased(original: Callable[..., Any], *args: Any, **call: Any) -> Select
     return _take(original, args, call, _biased)
 
 
+def take_image(original: Callable[..., Any], *args: Any, **call: Any) -> Selection:
+    """AROUND moe_fused_gate, which is below the others too: with two biases vision_topk asks it itself."""
+    if call.get("bias_alt") is None or len(args) != 2:
+        return original(*args, **call)
+
+    def own(*, hidden_states: Any, gating_output: Any, correction_bias: Any, **rest: Any) -> Selection:
+        return original(gating_output, correction_bias, **rest)
+
+    logits, bias = args
+    asked = {"hidden_states": logits, "gating_output": logits, "correction_bias": bias}
+    return _take(own, (), {**asked, **call}, _image)
+
+
+def take_hash(original: Callable[..., Any], *args: Any, **call: Any) -> Selection:
+    """AROUND dsv4.hash_topk, which HashTopK calls by keywords."""
+    if args:
+        return original(*args, **call)
+
+    def own(*, hidden_states: Any, gating_output: Any, **rest: Any) -> Selection:
+        return original(router_logits=gating_output, **rest)
+
+    logits = call.pop("router_logits")
+    return _take(own, (), {"hidden_states": logits, "gating_output": logits, **call}, _hash)
+
+
 def take_softmax(original: Callable[..., Any], *args: Any, **call: Any) -> Selection:
     """AROUND topk.fused_topk."""
     return _take(original, args, call, _softmax)
 
 
 def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, Any], question: Question) -> Selection:
+    from sglang.srt.layers.moe.topk import routing_simulation_enabled
+
     if args or torch.compiler.is_compiling():
         return original(*args, **call)
     logits = call["gating_output"]
@@ -74,7 +108,8 @@ def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, A
         counters.count("selection", HOST, refusal)
         if isinstance(handed, Plan):
             hand_over(logits, refusal)
-            call["gating_output"] = as_the_models_gate(handed.problem, logits)
+            asked = as_the_models_gate(handed.problem, logits) if handed.host is None else handed.host()
+            call["gating_output"] = asked
         return original(**call)
     # Once only: SGLang masks and remaps the tensors that it gets in place.
     hand_over(logits, TAKEN)
@@ -83,6 +118,10 @@ def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, A
         carry(handed.ids, handed.blocks)
     if handed.problem.score == "sqrtsoftplus":
         _mask(handed, call.get("num_token_non_padded"))
+    if handed.problem.image_bias and routing_simulation_enabled():
+        void(handed.ids, SIMULATED)  # vision_topk does so behind this; select_experts, which is hooked, does not select then
+    if call.get("packed_out") is not None and handed.packed is not None:
+        call["packed_out"].set_(handed.packed)  # the caller's tensor is ours from here on, without a copy
     return handed.weights, handed.ids
 
 
@@ -92,7 +131,10 @@ def _mask(plan: Plan, num_token_non_padded: torch.Tensor | None) -> None:
 
     if num_token_non_padded is not None:
         topk._mask_topk_ids_padded_region(plan.ids, num_token_non_padded)
+        void(plan.ids, PADDED)  # where select_experts does not select, its hook does not see it
         topk._zero_topk_weights_padded_region(plan.weights, num_token_non_padded)
+        if plan.packed is not None:
+            topk._mask_topk_ids_padded_region(plan.packed, num_token_non_padded, fill_value=PACKED_PADDING)
 
 
 def difference(
@@ -105,9 +147,13 @@ def difference(
     **call: Any,
 ) -> str | None:
     """Why ``plan`` does not answer this call, or None. A parameter that is not known here raises."""
+    if call.get("packed_out") is not None and plan.packed is None:
+        return "plan refused: packed ids are asked for"
     asked = question(**call)
     if isinstance(asked, str):
         return f"plan refused: {asked}"
+    if _identities(asked.pop("tokens", None)) != _identities(plan.tokens):
+        return "plan refused: other tokens"
     for name, value in asked.items():
         planned = getattr(plan.problem, name)
         if value != planned:
@@ -125,6 +171,10 @@ def _identity(bias: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape)
 
 
+def _identities(tokens: Tokens | None) -> tuple[Any, ...] | None:
+    return tokens and (_identity(tokens.ids), tokens.image, _identity(tokens.image_bias), _identity(tokens.table))
+
+
 def _grouped(*, num_expert_group: int | None = None, topk_group: int | None = None, **common: Any) -> dict[str, Any]:
     return {**_common(**common), "score": "sigmoid", "groups": num_expert_group or 1, "groups_kept": topk_group or 1}
 
@@ -140,12 +190,47 @@ def _biased(
     expert_location_dispatch_info: Any = None,
     **common: Any,
 ) -> dict[str, Any] | str:
-    if packed_out is not None:
-        return "packed ids are asked for"
     if router_logits_partials is not None or num_shared_append:
         return "the logits are partial sums"
     ungrouped = {"groups": 1, "groups_kept": 1}
     return {**_common(**common), **ungrouped, "score": scoring_func, "nan_first": sqrtsoftplus_log1p}
+
+
+def _image(
+    *,
+    bias_alt: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    bias_alt_token_id: int | None = None,
+    renormalize: bool = True,
+    renormalize_epsilon: float = 0.0,
+    moe_softcapping: float = 0.0,
+    num_expert_group: int = 1,
+    topk_group: int = 1,
+    **common: Any,
+) -> dict[str, Any] | str:
+    if input_ids is None or bias_alt_token_id is None or moe_softcapping or num_expert_group > 1:
+        return "two biases in another way"
+    asked = _biased(renormalize=renormalize, **common)
+    tokens = Tokens(input_ids, bias_alt_token_id, bias_alt)
+    return asked if isinstance(asked, str) else {**asked, "image_bias": True, "tokens": tokens}
+
+
+def _hash(
+    *,
+    input_ids: torch.Tensor,
+    tid2eid: torch.Tensor,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    scoring_func: str = "sqrtsoftplus",
+) -> dict[str, Any]:
+    slots = tid2eid.shape[1] + num_fused_shared_experts
+    asked = _common(
+        topk=slots,
+        renormalize=True,
+        num_fused_shared_experts=num_fused_shared_experts,
+        routed_scaling_factor=routed_scaling_factor,
+    )
+    return {**asked, "hashed": True, "score": scoring_func, "tokens": Tokens(input_ids, table=tid2eid)}
 
 
 def _softmax(
@@ -155,8 +240,6 @@ def _softmax(
     num_token_non_padded: torch.Tensor | None = None,
     **common: Any,
 ) -> dict[str, Any] | str:
-    if packed_out is not None:
-        return "packed ids are asked for"
     asked = {**_common(**common), "score": scoring_func, "groups": 1, "groups_kept": 1}
     return {**asked, "scale": 1.0, "shared_weight": 1.0} if scoring_func == "softmax" else asked
 
@@ -169,7 +252,7 @@ def _common(
     routed_scaling_factor: float | None = None,
     apply_routed_scaling_factor_on_output: bool | None = False,
 ) -> dict[str, Any]:
-    """What all three ask."""
+    """What all ask."""
     return {
         "topk": topk - num_fused_shared_experts,
         "shared": num_fused_shared_experts,

@@ -96,20 +96,21 @@ def _cast(forward: str, *takes: str) -> Hook:
     )
 
 
-def _selection(name: str, function: str, *more: str) -> Hook:
-    """The hook of a function by which select_experts selects."""
+def _selection(name: str, function: str, *parameters: str, module: str = "sglang.srt.layers.moe.topk") -> Hook:
+    """The hook of a function that selects; its caller post-processes what it gives."""
     return Hook(
-        target=f"sglang.srt.layers.moe.topk.{name}",
+        target=f"{module}.{name}",
         kind="around",
         where=SCHEDULER,
         for_backend=True,
         function=f"handover:{function}",
-        parameters=("hidden_states", "gating_output", *more),
-        why="hands over the ids and weights made with the logits; all post-processing of select_experts stays SGLang's",
-        remove_when="select_experts accepts a precomputed selection and still post-processes it",
+        parameters=parameters,
+        why="hands over the ids and weights made with the logits; all post-processing of its caller stays SGLang's",
+        remove_when="its caller accepts a precomputed selection and still post-processes it",
     )
 
 
+_LOGITS, _HASH = ("hidden_states", "gating_output"), ("router_logits", "input_ids", "tid2eid", "num_fused_shared_experts")
 _PADDING, _SCALE = "num_token_non_padded", ("routed_scaling_factor", "apply_routed_scaling_factor_on_output")
 _QWEN = ("layer_id", "config", "quant_config", "prefix")
 _MIXTRAL = ("num_experts", "top_k", "hidden_size", "intermediate_size")
@@ -170,16 +171,31 @@ HOOKS: tuple[Hook, ...] = (
         why="shared experts on a second stream crowd the start of the routed ones; they wait for the selection",
         remove_when="SGLang orders the two streams so that no GEMM of the shared experts runs when the routed ones start",
     ),
+    Hook(
+        target="sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward",
+        kind="before",
+        where=SCHEDULER,
+        for_backend=True,
+        function="tokens:note",
+        parameters=(
+            *("self", "hidden_states", "forward_batch", "gemm_output_zero_allocator", "input_ids", "input_ids_global"),
+            *("skip_shared_experts", "return_moe_output", "leave_output_sum"),
+        ),
+        why="hash layers and image tokens: a token has a say in its experts, and the gate does not see it",
+        remove_when="the gate is given the tokens of its rows",
+    ),
     # The alias, not biased_grouped_topk_gpu: select_experts calls it by this name, and the registry leaves other names
     # inside the same module as they are.
     _selection(
         "biased_grouped_topk",
         "take_grouped",
+        *_LOGITS,
         *("correction_bias", "topk", "renormalize", "num_expert_group", "topk_group", "num_fused_shared_experts", *_SCALE),
     ),
     _selection(
         "biased_topk_jit_kernel_impl",
         "take_biased",
+        *_LOGITS,
         *("correction_bias", "topk", "renormalize", "scoring_func", "num_fused_shared_experts", "routed_scaling_factor"),
         *(_PADDING, "expert_location_dispatch_info", "apply_routed_scaling_factor_on_output", "packed_out"),
         *("sqrtsoftplus_log1p", "router_logits_partials", "num_shared_append"),
@@ -187,9 +203,19 @@ HOOKS: tuple[Hook, ...] = (
     _selection(
         "fused_topk",
         "take_softmax",
+        *_LOGITS,
         *("topk", "renormalize", "correction_bias", "scoring_func", *_SCALE, "num_fused_shared_experts"),
         *("packed_out", _PADDING),
     ),
+    _selection(  # below the three above too; by two biases vision_topk asks it itself
+        "moe_fused_gate",
+        "take_image",
+        *("scores", "bias", "topk", "scoring_func", "num_fused_shared_experts", "renormalize", *_SCALE, "moe_softcapping"),
+        *("num_expert_group", "topk_group", "bias_alt", "input_ids", "bias_alt_token_id", _PADDING),
+        *("renormalize_epsilon", "packed_out", "sqrtsoftplus_log1p"),
+        module="sglang.kernels.ops.moe.moe_fused_gate",
+    ),
+    _selection("hash_topk", "take_hash", *_HASH, _SCALE[0], "scoring_func", module="sglang.kernels.ops.moe.dsv4"),
     Hook(
         target="sglang.srt.layers.moe.topk.select_experts",
         kind="around",

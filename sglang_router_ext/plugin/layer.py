@@ -14,6 +14,7 @@ Whatever is left to SGLang is counted with its reason; nothing else here decides
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,15 +22,24 @@ import torch
 
 from sglang_router_ext import settings
 from sglang_router_ext.arguments import VECTOR_BYTES
+from sglang_router_ext.backends import BACKENDS, GATE_MODES
 from sglang_router_ext.choose import Choice
-from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem
-from sglang_router_ext.designs import BACKENDS, DESIGNS, GATE_MODES, TABLE
+from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem, Tokens
+from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.fused import single, words
 from sglang_router_ext.plugin import counters, overlap, preflight
 from sglang_router_ext.plugin.blocks import Blocks, Forms
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.handover import Plan, hand_over
-from sglang_router_ext.plugin.problem import ELSEWHERE, as_the_models_gate, name_of, problem_of, selects_elsewhere
+from sglang_router_ext.plugin.problem import (
+    ELSEWHERE,
+    Hash,
+    as_the_models_gate,
+    name_of,
+    problem_of,
+    ranks_images,
+    selects_elsewhere,
+)
 from sglang_router_ext.route import Route
 
 if TYPE_CHECKING:
@@ -40,6 +50,7 @@ LINK = "_router_ext_layer"
 
 NOT_LINKED = "gate of a model that the plugin does not link to a selection"
 NO_WORDS = "no words are left for another CUDA graph"
+NO_TOKENS = "the tokens of these rows are not known"
 INFERENCE = "inference-mode tensors do not show whether they were changed"
 
 
@@ -97,43 +108,75 @@ reader: Callable[[], Request] = request_in_force
 """How a new layer learns what is asked of it; ``reference_mode`` puts another one here for a while."""
 
 
+class Noted(NamedTuple):
+    """Tokens, and the hidden states that they belong to."""
+
+    hidden: weakref.ref[torch.Tensor]
+    tokens: Tokens
+
+
 class Layer:
     """One linked layer. Holds no weight and no module: both come with each call, so that updates in place are seen."""
 
-    def __init__(self, request: Request, config: TopKConfig | None, refusal: str | None, *, linear: bool = False) -> None:
+    def __init__(
+        self,
+        request: Request,
+        config: TopKConfig | Hash | None,
+        refusal: str | None,
+        *,
+        linear: bool = False,
+        image_bias: bool = False,
+    ) -> None:
         self.request = request
         self.config = config
         self.refusal = refusal
         self.linear = linear
+        self.image_bias = image_bias
+        self.noted: Noted | None = None
+        """The tokens of the rows that come to the gate next, where they have a say; see ``tokens.py``."""
         self.before_cast: torch.Tensor | None = None
         """What this call's hidden states were before the block cast them, where it does; see ``linear.py``."""
-        self._elsewhere = dict.fromkeys(_SELECTIONS, ELSEWHERE) if selects_elsewhere(config) else {}
+        elsewhere = not isinstance(config, Hash) and selects_elsewhere(config)
+        self._elsewhere = dict.fromkeys(_SELECTIONS, ELSEWHERE) if elsewhere else {}
         self.forms: Forms = {}
         self._bound: tuple[Any, ...] | None = None
         self._route: Route | None = None
-        self._spare: Route | None = None
+        self._spares: dict[str, Route] = {}
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the tokens of the rows have a say, so that they are to be noted."""
+        return self.image_bias or isinstance(self.config, Hash)
 
     def logits(self, gate: Any, hidden: torch.Tensor, host: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Logits [rows, experts] of ``hidden`` [rows, hidden], by our gate or by ``host``; with a plan where we select."""
+        noted, self.noted = self.noted, None
         refusal = self.refusal or self._refuses(gate, hidden)
         if refusal is not None:
             counters.count("gate", HOST, refusal)
             return hand_over(host(), refusal)
         weight: torch.Tensor = gate.weight.detach()  # kernels take no tensors that require gradients
-        bias: torch.Tensor | None = None if self.config is None else self.config.correction_bias
+        bias: torch.Tensor | None = getattr(self.config, "correction_bias", None)
         bias = None if bias is None else bias.detach()
         form = self.forms.get(len(hidden))
         route = self._bind(weight, bias, hidden)
+        tokens = noted.tokens if noted is not None and noted.hidden() is hidden else None
+        if route.problem.reads_tokens and tokens is None:
+            route = self._spare(route.problem, hidden.device, _SELECTIONS, NO_TOKENS)
         choice = route.choice(len(hidden), plan=form is not None)
         if not self.request.executor.ready(choice, route.problem, len(hidden), bias, hidden.device, form):
-            route = self._spare = self._spare or self._route_of(route.problem, hidden.device, dict.fromkeys(_PLAN, NO_WORDS))
+            route = self._spare(route.problem, hidden.device, _PLAN, NO_WORDS)
             choice = route.choice(len(hidden), plan=form is not None)
         prefix = self.request.executor.prefix
-        logits, ids, weights, plan = route(hidden, weight, bias, form=form)
+        packs = TABLE[choice.selection].packs and getattr(self.config, "fused_gate_packed_ids", False)
+        slots = (len(hidden), route.problem.slots)
+        packed = torch.empty(slots, dtype=torch.int32, device=hidden.device) if packs else None
+        more: dict[str, Any] = {"tokens": tokens, "packed": packed}
+        logits, ids, weights, plan = route(hidden, weight, bias, form=form, **more)
         if logits is None:
             counters.count("gate", HOST, self._why(choice, "gate", len(hidden)))
             logits = host()
-            ids, weights = route.select(logits, bias)
+            ids, weights = route.select(logits, bias, **more)
         else:
             counters.count("gate", prefix + choice.gate)
         if ids is None or weights is None or logits.is_inference():
@@ -146,10 +189,15 @@ class Layer:
             if route.plans(len(hidden))
             else None
         )
-        return hand_over(logits, Plan(ids, weights, design, route.problem, bias, logits._version, blocks))
+        partial = host if route.problem.hashed else None
+        return hand_over(
+            logits, Plan(ids, weights, design, route.problem, bias, logits._version, blocks, tokens, packed, partial)
+        )
 
     def _refuses(self, gate: Any, hidden: torch.Tensor) -> str | None:
         """Why this call is SGLang's whatever the table says, or None."""
+        if isinstance(self.config, Hash) and torch.is_inference_mode_enabled():
+            return INFERENCE
         if len(hidden) == 0:
             return "no rows"
         if not isinstance(gate.weight, torch.nn.Parameter):
@@ -170,12 +218,18 @@ class Layer:
         if self._route is None or key != self._bound:
             logits = "bfloat16" if self.linear and weight.dtype != torch.float32 else "float32"
             config = None if self._elsewhere else self.config
-            problem = problem_of(weight, config, hidden.dtype, logits_dtype=logits)
-            self._route, self._spare = self._route_of(problem, hidden.device, {}), None
+            problem = problem_of(weight, config, hidden.dtype, logits_dtype=logits, image_bias=self.image_bias)
+            self._route, self._spares = self._route_of(problem, hidden.device, {}), {}
             self._bound = key
             if any(self._route.plans(rows) for rows in (1, PLAN_ROWS)):
                 self.request.executor.prepare(hidden.device)
         return self._route
+
+    def _spare(self, problem: Problem, device: torch.device, without: tuple[str, ...], why: str) -> Route:
+        """The route without some designs, made once for each reason."""
+        if why not in self._spares:
+            self._spares[why] = self._route_of(problem, device, dict.fromkeys(without, why))
+        return self._spares[why]
 
     def _route_of(self, problem: Problem, device: torch.device, without: dict[str, str]) -> Route:
         asked = {"backend": self.request.backend, "gate": self.request.gate}
@@ -202,21 +256,30 @@ def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None =
 
     ``request`` None: what is in force now (see :func:`request_in_force`). ``linear``: see ``linear.py``.
     """
-    from sglang.srt.layers.moe.topk import TopK
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.hash_topk import HashTopK
+    from sglang.srt.layers.moe.topk import TopK, TopKConfig
     from sglang.srt.runtime_context import get_exec
 
     request = reader() if request is None else request
-    config: TopKConfig | None = topk.topk_config if isinstance(topk, TopK) else None
+    config: TopKConfig | Hash | None = topk.topk_config if isinstance(topk, TopK) else None
+    if isinstance(topk, HashTopK):
+        config = Hash.of(topk)
+    image_bias = not isinstance(topk, HashTopK) and getattr(gate, "e_score_correction_bias_vl", None) is not None
     refusal = None
     if request.backend is None and request.gate in GATE_MODES:
         refusal = "stock backend, and SGLANG_ROUTER_EXT_GATE names no design"
     elif get_exec().deterministic.enable_deterministic_inference:
         refusal = "deterministic inference"
     elif config is None:
-        refusal = "hash layer"
-    elif getattr(gate, "e_score_correction_bias_vl", None) is not None:
-        refusal = "two selection biases, for text and for images"
-    layer = Layer(request, config, refusal, linear=linear)
+        refusal = f"the selection is by {type(topk).__name__}"
+    elif image_bias and not (isinstance(config, TopKConfig) and ranks_images(config)):
+        refusal = "a selection bias for images with other scores than sqrt-softplus"
+    elif isinstance(config, Hash) and config.score not in ("sigmoid", "sqrtsoftplus"):
+        refusal = f"a hash layer with {config.score} scores"
+    elif isinstance(config, Hash) and not envs.SGLANG_OPT_USE_FUSED_HASH_TOPK.get():
+        refusal = "SGLANG_OPT_USE_FUSED_HASH_TOPK is off"
+    layer = Layer(request, config, refusal, linear=linear, image_bias=image_bias)
     counters.link()
     object.__setattr__(gate, LINK, layer)  # not Module's, which would look for parameters to register
     return layer

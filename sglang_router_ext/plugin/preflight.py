@@ -16,9 +16,10 @@ import sys
 import msgspec
 
 from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext.backends import BACKENDS, GATE_MODES
 from sglang_router_ext.bench import machine
 from sglang_router_ext.contract import Gpu, expect
-from sglang_router_ext.designs import BACKENDS, GATE_MODES, TABLE, Design
+from sglang_router_ext.designs import TABLE, Design
 from sglang_router_ext.plugin import hooks
 
 logger = logging.getLogger(__name__)

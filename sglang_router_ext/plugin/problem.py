@@ -5,11 +5,13 @@ Three functions of SGLang select by a TopKConfig, and their hooks hand our selec
     biased_grouped_topk          sigmoid + bias, by groups or not
     biased_topk_jit_kernel_impl  sigmoid or sqrt-softplus + bias, ungrouped
     fused_topk                   softmax, no bias; select_experts scales what it gives
+
+Image tokens with a bias of their own are selected by moe_fused_gate; a hash layer has a table and no TopKConfig.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -17,13 +19,14 @@ import torch
 from sglang_router_ext.contract import Problem
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.moe.hash_topk import HashTopK
     from sglang.srt.layers.moe.topk import TopKConfig
 
 ELSEWHERE = "this layer selects by another function of SGLang"
 
 
 def selects_elsewhere(config: TopKConfig | None) -> bool:
-    """Whether none of the three functions selects by ``config``, or in a way that the contract does not know."""
+    """Whether none of these functions selects by ``config``, or in a way that the contract does not know."""
     from sglang.srt.layers.moe.topk import TopKOutputFormat
 
     if config is None or config.output_format not in (None, TopKOutputFormat.STANDARD):
@@ -37,8 +40,32 @@ def selects_elsewhere(config: TopKConfig | None) -> bool:
     return config.scoring_func not in ("sigmoid", "sqrtsoftplus") or config.correction_bias is None
 
 
+def ranks_images(config: TopKConfig) -> bool:
+    """Whether SGLang selects by ``config`` where image tokens have a bias of their own."""
+    return not config.use_grouped_topk and config.scoring_func == "sqrtsoftplus"
+
+
+class Hash(NamedTuple):
+    """What a HashTopK asks: read when the layer is built, since the layer holds no module."""
+
+    topk: int
+    shared: int
+    score: str
+    factor: float
+
+    @classmethod
+    def of(cls, topk: HashTopK) -> Hash:
+        shared = topk.num_shared_topk_slots
+        return cls(topk.topk - shared, shared, topk.score_func, topk.routed_scaling_factor)
+
+
 def problem_of(
-    weight: torch.Tensor, config: TopKConfig | None, hidden: torch.dtype, *, logits_dtype: str = "float32"
+    weight: torch.Tensor,
+    config: TopKConfig | Hash | None,
+    hidden: torch.dtype,
+    *,
+    logits_dtype: str = "float32",
+    image_bias: bool = False,
 ) -> Problem:
     """The problem of a gate ``weight`` [experts, hidden] and the selection of ``config``; None: one that is not handed over.
 
@@ -56,6 +83,9 @@ def problem_of(
     )
     if config is None:
         return gate
+    if isinstance(config, Hash):
+        given = {"topk": config.topk, "shared": config.shared, "score": config.score, "hashed": True}
+        return msgspec.structs.replace(gate, **given, shared_weight=shared_weight_of(config.factor, False))
     asked = {"topk": config.top_k - config.num_shared_topk_slots, "renormalize": bool(config.renormalize)}
     if config.correction_bias is None:
         return msgspec.structs.replace(gate, **asked, score="softmax")
@@ -67,6 +97,7 @@ def problem_of(
         bias=True,
         score="sigmoid" if grouped else config.scoring_func,
         nan_first=not grouped and config.sqrtsoftplus_log1p,
+        image_bias=image_bias,
         groups=config.num_expert_group or 1 if grouped else 1,
         groups_kept=config.topk_group or 1 if grouped else 1,
         scale=scale_of(factor, on_output),

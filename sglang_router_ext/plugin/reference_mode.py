@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from sglang_router_ext import reference
-from sglang_router_ext.contract import PlanForm, expect, gpu_by_name
-from sglang_router_ext.designs import BACKENDS, GATES
+from sglang_router_ext.backends import BACKENDS, GATES
+from sglang_router_ext.contract import PlanForm, Tokens, expect, gpu_by_name
 from sglang_router_ext.plugin import hooks, layer, runner
 from sglang_router_ext.plugin.layer import Kernels, Request
+from sglang_router_ext.reference import Truth
 from sglang_router_ext.route import Route, Routed
 
 
@@ -30,6 +31,8 @@ class OracleRoute(Route):
         bias: torch.Tensor | None,
         *,
         num_token_non_padded: torch.Tensor | None = None,
+        tokens: Tokens | None = None,
+        packed: torch.Tensor | None = None,
         form: PlanForm | None = None,
     ) -> Routed:
         """As :meth:`Route.__call__`, on any device."""
@@ -40,25 +43,39 @@ class OracleRoute(Route):
         if choice.selection == "host":
             return Routed(logits.float(), None, None)
         # From the fp64 logits: a gap at the cut must not depend on their rounding.
-        truth = reference.select(self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded))
-        ids, weights = reference.outputs(self.problem, truth)
+        truth = self._truth(logits, bias, num_token_non_padded, tokens)
+        ids, weights = self._outputs(truth, packed)
         plan = None
         if self.plans(len(hidden), plan=form is not None):
             plan = {} if form is None else reference.plan(self.problem, form, ids)
         return Routed((truth.read if choice.fused else logits).float(), ids, weights, plan)
 
     def select(
-        self, logits: torch.Tensor, bias: torch.Tensor | None, *, num_token_non_padded: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        num_token_non_padded: torch.Tensor | None = None,
+        tokens: Tokens | None = None,
+        packed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As :meth:`Route.select`, on any device and for logits of any float type."""
         if self.choice(len(logits), plan=False).selection == "host":
             return None, None
-        truth = reference.select(self.problem, logits, bias, num_token_non_padded=_rows_of(num_token_non_padded))
-        return reference.outputs(self.problem, truth)
+        return self._outputs(self._truth(logits, bias, num_token_non_padded, tokens), packed)
 
+    def _truth(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, padding: torch.Tensor | None, tokens: Tokens | None
+    ) -> Truth:
+        bias, named = reference.by_token(self.problem, bias, tokens)
+        rows = None if padding is None else int(padding)
+        return reference.select(self.problem, logits, bias, num_token_non_padded=rows, named=named)
 
-def _rows_of(num_token_non_padded: torch.Tensor | None) -> int | None:
-    return None if num_token_non_padded is None else int(num_token_non_padded)
+    def _outputs(self, truth: Truth, packed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = reference.outputs(self.problem, truth)
+        if packed is not None:
+            packed.copy_(reference.pack(ids, weights))
+        return ids, weights
 
 
 class Oracle(Kernels):

@@ -37,8 +37,8 @@ from sglang.srt.layers.moe.utils import (
     get_moe_runner_backend,
 )
 
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.contract import Gpu
-from sglang_router_ext.designs import BACKENDS
 from sglang_router_ext.plugin import preflight
 
 TRITON_EXPERTS = (None, "fp8", "modelopt_fp8")

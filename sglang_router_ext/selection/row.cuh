@@ -11,15 +11,16 @@ namespace rx {
 enum class Score { kSigmoid, kSqrtSoftplus, kSoftmax };
 
 // What a winner is known by until weights are made: its score, or, of a softmax, its key, whose share follows once the largest
-// is known (NaN where it has none).
+// is known (NaN where it has none). `listed`: what it was listed with, a logit; of sqrt-softplus, which ranks by the score that
+// it weighs with, that score.
 template <Score kScore>
-__device__ __forceinline__ float to_weigh(uint32_t key, float logit) {
+__device__ __forceinline__ float to_weigh(uint32_t key, float listed) {
   if constexpr (kScore == Score::kSoftmax) {
     return key == kNanOrder ? __int_as_float(0x7fffffff) : key_of(key);
   } else if constexpr (kScore == Score::kSqrtSoftplus) {
-    return logit == logit ? sqrt_softplus(logit) : 0.0f;
+    return listed == listed ? listed : 0.0f;
   } else {
-    return sigmoid_to_weigh(logit);
+    return sigmoid_to_weigh(listed);
   }
 }
 
@@ -32,7 +33,7 @@ struct alignas(16) RowMemory {
   uint32_t best[kTeam * kGroups][kWarp];            // key of each lane; kGrouped: of each four; then what softmax adds up
   uint32_t key[kTeam][kListed<kTopk>];              // of the candidates; kNoKey where there is none
   int candidate[kTeam][kListed<kTopk>];             // the id, right behind the keys: see list_if
-  float logit[kTeam][kListed<kTopk>];               // right behind the ids
+  float listed[kTeam][kListed<kTopk>];              // see to_weigh; right behind the ids
   int overflow[kTeam];                              // whether more reach the bound than the list takes
   alignas(16) float score[kTopk];                   // of the winners, in order; nothing from topk on
   int id[kTopk];                                    // of the winners, in order; 0 from topk on
@@ -48,17 +49,17 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Writes one candidate: its key to `at`, its id kPlane bytes behind and its logit as many again. Under a predicate, see
-// store_if.
+// Writes one candidate: its key to `at`, its id kPlane bytes behind and what it is listed with as many again. Under a
+// predicate, see store_if.
 template <int kPlane>
-__device__ __forceinline__ void list_if(bool condition, uint32_t* at, uint32_t key, int id, float logit) {
+__device__ __forceinline__ void list_if(bool condition, uint32_t* at, uint32_t key, int id, float listed) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;\n@p st.shared.b32 [%1+%5], %3;\n"
       "@p st.shared.b32 [%1+%6], %4;\n}" ::"r"(static_cast<int>(condition)),
       "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))),
       "r"(key),
       "r"(id),
-      "f"(logit),
+      "f"(listed),
       "n"(kPlane),
       "n"(2 * kPlane)
       : "memory");

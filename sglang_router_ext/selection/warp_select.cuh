@@ -33,8 +33,13 @@ struct WarpSelectParams {
   float* logits_out;                    // [rows, experts], written from sums
   int32_t* ids;                         // [rows, slots]
   float* weights;                       // [rows, slots]
+  int32_t* packed;                      // [rows, slots], id << 16 | weight as bf16, or null
   const int32_t* num_token_non_padded;  // [1] on the device, or null
-  int64_t row_stride;                   // elements, of logits
+  const float* image_bias;              // [experts], of rows whose token is an image's; null: no row's is. kSqrtSoftplus
+  const uint32_t* tokens;               // of a row: the word at row * token_words
+  int token_words;
+  uint32_t image_token;
+  int64_t row_stride;  // elements, of logits
   int rows, experts, topk;
   int slots, shared;  // of a row: topk routed slots, then `shared` ones
   int groups_kept;    // kGrouped
@@ -49,7 +54,7 @@ struct WarpSelectParams {
 template <Score kScore, int kTeam, int kGroups, int kTopk>
 __device__ __forceinline__ void take_one_by_one(
     const uint32_t (&key)[4 * kGroups],
-    const float (&logit)[4 * kGroups],
+    const float (&listed)[4 * kGroups],
     RowMemory<kTeam, kGroups, kTopk>& memory,
     int first_expert,
     int topk,
@@ -84,11 +89,17 @@ __device__ __forceinline__ void take_one_by_one(
         if (first_expert + 128 * (slot / 4) + slot % 4 == static_cast<int>(winner.y)) {
           taken |= 1u << slot;
           memory.id[round] = static_cast<int>(winner.y);
-          memory.score[round] = to_weigh<kScore>(key[slot], logit[slot]);
+          memory.score[round] = to_weigh<kScore>(key[slot], listed[slot]);
         }
       }
     }
   }
+}
+
+// An id and its weight in one word, as FlashInfer's routed experts read them.
+__device__ __forceinline__ int32_t packed(int id, float weight, bool padded) {
+  const uint32_t half = __bfloat16_as_ushort(__float2bfloat16_rn(padded ? 0.0f : weight));
+  return static_cast<int32_t>(static_cast<uint32_t>(padded ? -1 : id) << 16 | half);
 }
 
 // Where a row's logits come from.
@@ -135,12 +146,18 @@ __device__ __forceinline__ void select_row(
 
   float4 bias[kGroups], part[kParts][kGroups];
   auto load_bias = [&] {
+    const float* base = params.bias;
+    if constexpr (kScore == Score::kSqrtSoftplus) {
+      if (params.image_bias != nullptr && __ldcg(params.tokens + row * params.token_words) == params.image_token) {
+        base = params.image_bias;
+      }
+    }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      if (kScore == Score::kSoftmax && params.bias == nullptr) {
+      if (kScore == Score::kSoftmax && base == nullptr) {
         bias[g] = float4{};
       } else {
-        bias[g] = load_four<kVector>(params.bias + first_expert + 128 * g, first_expert + 128 * g, past);
+        bias[g] = load_four<kVector>(base + first_expert + 128 * g, first_expert + 128 * g, past);
       }
     }
   };
@@ -185,7 +202,7 @@ __device__ __forceinline__ void select_row(
   } while (kSource == Source::kWords && !there);
   if constexpr (kSource == Source::kWords) __syncwarp();
   uint32_t key[kSlots], best = kNoKey;
-  float logit[kSlots];
+  float logit[kSlots], listed[kSlots];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     constexpr int kEach = kHalfSlices ? 2 : 1;
@@ -209,11 +226,13 @@ __device__ __forceinline__ void select_row(
         if (params.softcap > 0.0f) value = capped(value, params.softcap);
         key[4 * g + c] = order_of(value + add[c] + 0.0f) & inside;  // + 0: a logit may be -0
       } else if constexpr (kScore == Score::kSqrtSoftplus) {
-        key[4 * g + c] = order_of(sqrt_softplus(four[c]) + add[c], params.nan_key) & inside;
+        listed[4 * g + c] = sqrt_softplus(four[c]);
+        key[4 * g + c] = order_of(listed[4 * g + c] + add[c], params.nan_key) & inside;
       } else {
         key[4 * g + c] = order_of(sigmoid_to_rank(four[c]) + add[c]) & inside;
       }
-      best = max(best, key[4 * g + c]);
+      if constexpr (kScore != Score::kSqrtSoftplus) listed[4 * g + c] = logit[4 * g + c];
+      if constexpr (!kGrouped) best = max(best, key[4 * g + c]);
     }
   }
 
@@ -267,7 +286,7 @@ __device__ __forceinline__ void select_row(
           memory.key[warp] + (place + earlier[c]),
           key[slot],
           first_expert + 128 * g + c,
-          logit[slot]);
+          listed[slot]);
     }
   }
   team_sync<kTeam>(team);
@@ -300,7 +319,7 @@ __device__ __forceinline__ void select_row(
         better.add(keys[w][0], than), better.add(keys[w][1], than);
       }
     }
-    const float score = to_weigh<kScore>(own, memory.logit[warp][mine]);
+    const float score = to_weigh<kScore>(own, memory.listed[warp][mine]);
     float count = better.sum();
     count += __shfl_xor_sync(kAllLanes, count, 1);
     const int rank = integer(count);
@@ -311,7 +330,7 @@ __device__ __forceinline__ void select_row(
   }
   team_sync<kTeam>(team);
   if (overflow) {
-    take_one_by_one<kScore, kTeam, kGroups, kTopk>(key, logit, memory, first_expert, params.topk, team, warp, lane);
+    take_one_by_one<kScore, kTeam, kGroups, kTopk>(key, listed, memory, first_expert, params.topk, team, warp, lane);
     team_sync<kTeam>(team);
   }
   if constexpr (!std::is_same_v<Settled, Nothing>) settled(padded);
@@ -371,10 +390,14 @@ __device__ __forceinline__ void select_row(
     const float weight = (kScore == Score::kSoftmax || params.renormalize ? share : score) * params.scale;
     store_if(lane < params.topk, params.ids + slot, padded ? -1 : id);
     store_if(lane < params.topk, params.weights + slot, padded ? 0.0f : weight);
+    if (params.packed != nullptr && lane < params.topk) params.packed[slot] = packed(id, weight, padded);
   }
   if (warp == kTeam - 1 && lane < params.shared) {
     params.ids[slot + params.topk] = padded ? -1 : params.experts + lane;
     params.weights[slot + params.topk] = padded ? 0.0f : params.shared_weight;
+    if (params.packed != nullptr) {
+      params.packed[slot + params.topk] = packed(params.experts + lane, params.shared_weight, padded);
+    }
   }
   if constexpr (kSource == Source::kWords) {
     // By now the whole team has read its words. The first and the last warp have other things to do.
@@ -427,12 +450,25 @@ struct Rule {
   int64_t groups_kept;
   double softcap;
   bool nan_first, rounded;
+  int64_t image_token;
 };
 
 // What all entry points fill in alike; the caller adds logits and their strides.
 inline WarpSelectParams warp_select_params(
-    TensorView bias, TensorView ids, TensorView weights, TensorView num_token_non_padded, const Rule& rule) {
+    TensorView bias,
+    TensorView ids,
+    TensorView weights,
+    TensorView num_token_non_padded,
+    TensorView packed,
+    TensorView tokens,
+    TensorView image_bias,
+    const Rule& rule) {
   WarpSelectParams params{};
+  if (packed.numel() > 0) params.packed = static_cast<int32_t*>(packed.data_ptr());
+  if (image_bias.numel() > 0) params.image_bias = static_cast<const float*>(image_bias.data_ptr());
+  params.tokens = static_cast<const uint32_t*>(tokens.data_ptr());
+  params.token_words = tokens.dtype().bits / 32;
+  params.image_token = static_cast<uint32_t>(rule.image_token);
   if (bias.numel() > 0) params.bias = static_cast<const float*>(bias.data_ptr());
   params.ids = static_cast<int32_t*>(ids.data_ptr());
   params.weights = static_cast<float*>(weights.data_ptr());
@@ -465,6 +501,9 @@ struct WarpSelect {
       TensorView ids,
       TensorView weights,
       TensorView num_token_non_padded,
+      TensorView packed,
+      TensorView tokens,
+      TensorView image_bias,
       int64_t experts,
       int64_t topk,
       double scale,
@@ -473,13 +512,17 @@ struct WarpSelect {
       int64_t groups_kept,
       double softcap,
       bool nan_first,
-      bool rounded) {
+      bool rounded,
+      int64_t image_token) {
     WarpSelectParams params = warp_select_params(
         bias,
         ids,
         weights,
         num_token_non_padded,
-        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded});
+        packed,
+        tokens,
+        image_bias,
+        {experts, topk, scale, shared_weight, renormalize, groups_kept, softcap, nan_first, rounded, image_token});
     params.logits = static_cast<float*>(logits.data_ptr());
     params.row_stride = logits.stride(0);
     launch_warp_select<kGroups, 0, kVector, kGrouped, kScore>(params, stream_of(logits));

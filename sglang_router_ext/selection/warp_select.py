@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_router_ext import build
-from sglang_router_ext.arguments import VECTOR_BYTES, check_cuda, check_selection
-from sglang_router_ext.contract import Problem, expect
+from sglang_router_ext.arguments import VECTOR_BYTES, check_cuda, check_per_row, check_selection
+from sglang_router_ext.contract import Problem, Tokens, expect
 
 HEADER = "selection/warp_select.cuh"
 SCORES = {"sigmoid": "kSigmoid", "sqrtsoftplus": "kSqrtSoftplus", "softmax": "kSoftmax"}
@@ -43,11 +43,20 @@ def outputs(rows: int, slots: int, device: torch.device) -> tuple[torch.Tensor, 
     return ids, torch.empty((rows, slots), dtype=torch.float32, device=device)
 
 
-def scalars(problem: Problem) -> tuple[int, int, float, float, bool, int, float, bool, bool]:
+def scalars(problem: Problem, tokens: Tokens | None) -> tuple[int, int, float, float, bool, int, float, bool, bool, int]:
     """The numbers that the kernels take of a problem, in the order of their Rule."""
     weights = problem.scale, problem.shared_weight, problem.renormalize
-    rounded = problem.logits_dtype == "bfloat16"
-    return problem.experts, problem.topk, *weights, problem.groups_kept, problem.softcap, problem.nan_first, rounded
+    rounded, image = problem.logits_dtype == "bfloat16", 0 if tokens is None else tokens.image
+    return problem.experts, problem.topk, *weights, problem.groups_kept, problem.softcap, problem.nan_first, rounded, image
+
+
+def per_row(
+    none: torch.Tensor, padding: torch.Tensor | None, packed: torch.Tensor | None, tokens: Tokens | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernels take besides, ``none`` where there is nothing: padding, packed ids, tokens and the bias of images."""
+    ids, bias = (None, None) if tokens is None else (tokens.ids, tokens.image_bias)
+    padding, packed, ids, bias = (none if tensor is None else tensor for tensor in (padding, packed, ids, bias))
+    return padding, packed, ids, bias
 
 
 def warp_select(
@@ -56,17 +65,24 @@ def warp_select(
     bias: torch.Tensor | None,
     *,
     num_token_non_padded: torch.Tensor | None = None,
+    tokens: Tokens | None = None,
+    packed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 or None -> ids [rows, topk + shared] int32, weights fp32."""
+    """``logits`` [rows, experts] fp32, ``bias`` [experts] fp32 or None -> ids [rows, topk + shared] int32, weights fp32.
+
+    ``tokens``: of the rows, where the problem asks for them. ``packed`` [rows, topk + shared] int32, dense: written too.
+    """
     check_cuda("logits", logits)
     check_selection("warp_select", problem, logits, bias, num_token_non_padded, logits.device)
+    check_per_row(problem, len(logits), tokens, packed, logits.device)
     expect(
         len(logits) * problem.slots < 2**31, "logits", f"{len(logits)} rows", f"fewer than 2^31 slots, {problem.slots} a row"
     )
     ids, weights = outputs(len(logits), problem.slots, logits.device)
     if len(logits) == 0:
         return ids, weights
-    padding = ids[:0] if num_token_non_padded is None else num_token_non_padded
+    none = ids[:0]
+    more = per_row(none, num_token_non_padded, packed, tokens)
     module = build.load(HEADER, instance(problem, vectorised(problem.experts, logits, bias)))
-    module.run(logits, ids[:0] if bias is None else bias, ids, weights, padding, *scalars(problem))
+    module.run(logits, none if bias is None else bias, ids, weights, *more, *scalars(problem, tokens))
     return ids, weights

@@ -124,6 +124,9 @@ def test_every_kind_keeps_shapes_and_changes_what_it_says(kind: str, problem: Pr
         if name == "padding":
             assert (after is None) == (name not in KINDS[kind].touches)
             continue
+        if name == "tokens":
+            assert before is None is after
+            continue
         assert (after.shape, after.dtype) == (before.shape, before.dtype)
         assert after.stride(-1) == 1 or after.shape[-1] == 1
         if name not in KINDS[kind].touches:
@@ -163,8 +166,9 @@ def test_enough_checks_for_every_design() -> None:
             [c for c in checks if KINDS[c.kind].concerns(design.stages) and not reasons(design, c.problem, c.rows, gpu)]
             for checks in (model_checks(), odd_checks())
         )
-        assert len([c for c in models if c.rows <= 64]) >= 200, design.name
-        assert len({c.problem for c in (*models, *odd)}) >= 6, design.name
+        enough, problems = (120, 4) if design.hashed else (200, 6)  # one model has hash layers, and they rank nothing
+        assert len([c for c in models if c.rows <= 64]) >= enough, design.name
+        assert len({c.problem for c in (*models, *odd)}) >= problems, design.name
     sizes = [check.problem for check in odd_checks()]
     assert {problem.experts for problem in sizes} >= {*range(1, 10), 33, 60, 257, 258, 320, 768, 896, 1024}
     assert {problem.hidden for problem in sizes} >= {8, 40, 2688, 2880, 7176}

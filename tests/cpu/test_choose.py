@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.choose import ROUNDED, choose, in_force, reasons
 from sglang_router_ext.contract import KNOWN_GPUS, ContractError, Gpu, Problem
-from sglang_router_ext.designs import BACKENDS, GATES, TABLE, Rows
+from sglang_router_ext.designs import TABLE, Rows
 
 GLM = Problem(experts=288, hidden=4096, topk=8)
 H200, B300, A100, H100 = (KNOWN_GPUS[name] for name in ("h200", "b300", "a100", "h100"))

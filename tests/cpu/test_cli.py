@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sglang_router_ext import doctor
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import check, record, report
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.check import Outcome
@@ -24,7 +25,7 @@ from sglang_router_ext.cli.app import parse_rows
 from sglang_router_ext.cli.model import from_config
 from sglang_router_ext.cli.table import explain_rows
 from sglang_router_ext.contract import ContractError, Gpu, Problem, gpu_by_name
-from sglang_router_ext.designs import BACKENDS, DESIGNS
+from sglang_router_ext.designs import DESIGNS
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -177,6 +178,8 @@ LITE = {
         (MINIMAX, "", "single"),
         ({**DEEPSEEK, "model_type": "mimo_v2_flash"}, "mimo_v2_flash is not known to be linked (docs/models.md)", "single"),
         ({**QWEN, "torch_dtype": "float16"}, "", "host"),
+        ({**V4, "num_hash_layers": 3}, "in its first 3 layers a table of tokens names the experts", "single"),
+        ({**V4, "num_hash_layers": 0}, "", "single"),
     ],
 )
 def test_explain_says_where_sglangs_own_router_runs(tmp_path: pathlib.Path, config: dict, note: str, selection: str) -> None:
@@ -253,8 +256,12 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
             ("demo", "--moe-runner-backend", "triton"),
             "error: moe-runner-backend: got triton, allowed: router_ext | router_ext_pair",
         ),
-        (("demo", "--fp8"), "error: fp8: got a checkpoint on disk, allowed: --in-memory"),
-        (("demo", "--fp8", "--in-memory"), "error: moe-intermediate: got 64, allowed: multiples of 128 in FP8"),
+        (("demo", "--quantization", "int4"), "error: quantization: got int4, allowed: none | fp8 | nvfp4"),
+        (("demo", "--quantization", "fp8"), "error: moe-intermediate: got 64, allowed: multiples of 128 in fp8"),
+        (
+            ("demo", "--quantization", "nvfp4", "--moe-intermediate", "128", "--in-memory"),
+            "error: in-memory: got nvfp4 experts, allowed: a checkpoint on disk for these",
+        ),
         (("demo", "--moe-intermediate", "17"), "error: moe-intermediate: got 17, allowed: multiples of 16"),
         (("bench", "--recorded", "h200", "--record"), "error: record: got what is on record already"),
         (("bench", "--recorded", "b300"), "error: recorded: got b300, allowed: h200"),

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from sglang_router_ext.contract import ContractError
-from sglang_router_ext.demo import checkpoint, cpu, show
+from sglang_router_ext.demo import checkpoint, cpu, quantise, show
 from sglang_router_ext.demo.checkpoint import Size
 
 SMALL = {
@@ -287,7 +287,7 @@ def test_sglang_loads_the_other_models(model: str, said: str, tmp_path: pathlib.
 
 def test_sglang_takes_the_fp8_weights(tmp_path: pathlib.Path) -> None:
     shape = {"vocab_size": 32, "hidden_size": 256, "n_routed_experts": 16, "q_lora_rank": 128}
-    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config(Size(3, 128, fp8=True)) | shape))
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config(Size(3, 128, quantization="fp8")) | shape))
     assert "drawn" in on_the_cpu(DRAWN_IN_FP8, tmp_path, tmp_path / "store")
 
 
@@ -295,7 +295,7 @@ def test_sglang_takes_the_fp8_weights(tmp_path: pathlib.Path) -> None:
 def test_fp8_blocks_hold_their_largest_weight(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight.view(-1)[0] = 1000.0
-    values, scale = checkpoint.quantised(weight)
+    values, scale = quantise.in_fp8(weight)
     assert values.shape == weight.shape
     assert scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     assert values.float().isfinite().all()
@@ -351,8 +351,41 @@ def test_the_cpu_demo_of_measured_designs_agrees() -> None:
     assert any(path.startswith("selection: reference:warp_select") for path in report.paths)
 
 
+def test_nvfp4_weights_are_the_nearest_there_are() -> None:
+    weight = torch.randn((6, 64), generator=torch.Generator().manual_seed(0)).bfloat16() / 64
+    weight[1] = 0.0
+    packed, scale = quantise.in_nvfp4(weight)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (6, 32))
+    assert (scale.dtype, scale.shape) == (torch.float8_e4m3fn, (6, 4))
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
+    levels = torch.tensor(quantise.FP4_VALUES)
+    levels = torch.cat((levels, -levels))
+    each = (scale.float() * quantise.FP4_SCALE).repeat_interleave(quantise.FP4_BLOCK, -1)
+    nearest = (levels * each[..., None] - weight.float()[..., None]).abs().amin(-1)
+    assert torch.equal((levels[codes] * each - weight.float()).abs(), nearest)
+    assert (nearest <= weight.float().abs().amax(-1, keepdim=True) / 4).all()
+    assert not (levels[codes] * each)[1].any()
+
+
+def test_an_nvfp4_checkpoint_has_its_routed_experts_in_fp4(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"vocab_size": 32, "hidden_size": 256, "n_routed_experts": 8, "q_lora_rank": 128}
+    monkeypatch.setattr(checkpoint, "config", lambda size: REAL_CONFIG(size) | shape)
+    path = checkpoint.write(Size(2, 128, quantization="nvfp4"), tmp_path / "model", lambda _text: None)
+    with safe_open(path / "model-00002-of-00003.safetensors", "pt") as file:
+        found = {name.removeprefix("model.layers.1.mlp."): file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    experts = {name: dtype for name, dtype in found.items() if name.startswith("experts.")}
+    assert len(experts) == 8 * 3 * 4
+    assert {name.rpartition(".")[2]: dtype for name, dtype in experts.items()} == {
+        "weight": "U8",
+        "weight_scale": "F8_E4M3",
+        "weight_scale_2": "F32",
+        "input_scale": "F32",
+    }
+    assert found["shared_experts.up_proj.weight"] == "BF16" == found["gate.weight"]
+
+
 def test_fp8_weights_are_counted_as_such() -> None:
-    wide, narrow = (checkpoint.bytes_of(checkpoint.config(Size(8, 128, fp8=fp8))) for fp8 in (False, True))
+    wide, narrow = (checkpoint.bytes_of(checkpoint.config(Size(8, 128, quantization=kind))) for kind in ("none", "fp8"))
     assert 0.5 < narrow / wide < 0.52
 
 

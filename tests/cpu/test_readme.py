@@ -11,11 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_router_ext import readme
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench.record import BenchRecord, CheckRecord, OtherRecord, decode
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.cli import app
 from sglang_router_ext.contract import Problem, gpu_by_name
-from sglang_router_ext.designs import BACKENDS, DESIGNS, TABLE
+from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).parents[2]

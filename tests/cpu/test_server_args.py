@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_router_ext import build
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.contract import ContractError, gpu_by_name
-from sglang_router_ext.designs import BACKENDS, TABLE
+from sglang_router_ext.designs import TABLE
 from sglang_router_ext.plugin import entry, hooks, preflight
 from sglang_router_ext.plugin.preflight import Demand
 

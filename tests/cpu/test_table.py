@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from sglang_router_ext import settings
+from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.contract import ContractError
-from sglang_router_ext.designs import BACKENDS, DESIGNS, GATES, PACKAGE, TABLE, Design, Numerics, Rows, by_name, source_hash
+from sglang_router_ext.designs import DESIGNS, PACKAGE, TABLE, Design, Numerics, Rows, by_name, source_hash
 
 
 def test_duplicates_raise() -> None:

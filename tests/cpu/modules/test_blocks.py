@@ -228,7 +228,7 @@ def test_a_capture_without_words_is_given_to_another_design(host, monkeypatch):
     ask(host, select(5, layer))
     assert reasons("plan")[-1] == blocks.NO_BLOCKS
     assert paths().count(("selection", "reference:pair")) == 1
-    assert layer[0].__dict__[layers.LINK]._spare.choice(5).losers["single"] == [layers.NO_WORDS]
+    assert layer[0].__dict__[layers.LINK]._spares[layers.NO_WORDS].choice(5).losers["single"] == [layers.NO_WORDS]
 
 
 def test_ranks_without_neighbouring_experts_are_not_planned_for(host):

@@ -313,13 +313,10 @@ def test_deterministic_inference_is_sglangs():
     assert reasons("gate") == ["deterministic inference"]
 
 
-def test_hash_layers_and_image_biases_are_sglangs():
-    module, select = build()
+def test_what_selects_in_an_unknown_way_is_sglangs():
+    module, _select = build()
     layer.link(module, torch.nn.Identity(), reference_mode.request())
-    assert module.__dict__[layer.LINK].refusal == "hash layer"
-    module.e_score_correction_bias_vl = torch.nn.Parameter(torch.zeros(EXPERTS))
-    layer.link(module, select, reference_mode.request())
-    assert module.__dict__[layer.LINK].refusal == "two selection biases, for text and for images"
+    assert module.__dict__[layer.LINK].refusal == "the selection is by Identity"
 
 
 def test_hooks_of_this_process_are_proven_live():

@@ -13,8 +13,8 @@ from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeRunnerConfig
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.runtime_context import get_exec, get_flags
 
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.contract import KNOWN_GPUS, Gpu
-from sglang_router_ext.designs import BACKENDS
 from sglang_router_ext.plugin import preflight, runner
 
 
