@@ -1,4 +1,4 @@
-"""What ``doctor`` finds: the machine, the compiler, the records, whether the plugin is found, and whether its hooks come alive.
+"""What ``doctor`` finds: the machine, what builds kernels, settings, records, and whether the plugin is found and alive.
 
 Everything that imports SGLang happens in a process of its own, which loads plugins the way a server does: a broken
 installation is then a finding, not a traceback, and the hooks are proven and not just looked up. Imports no torch.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,12 +18,16 @@ from typing import Any
 
 import msgspec
 
-from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext import TESTED_SGLANG, settings
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import machine, record
+from sglang_router_ext.contract import ContractError
 
 ENTRY_POINTS = "sglang.srt.plugins"
 ENTRY_POINT = "router_ext"
 PROBE_TIMEOUT_S = 300
+ROOM = 2**30
+"""Bytes that the kernels of a few models take in SGLang's cache, and their builds meanwhile."""
 PROBE_MARK = "SGLANG_ROUTER_EXT_PROBE "
 
 
@@ -37,6 +44,9 @@ def examine() -> Iterator[Finding]:
     """Every finding, quick ones first; the last sections wait for a process that imports SGLang."""
     yield from _machine()
     yield _toolchain()
+    yield from _tools()
+    yield _cache()
+    yield from _environment()
     yield from _records()
     yield _entry_point()
     yield from _plugin()
@@ -62,6 +72,42 @@ def _toolchain() -> Finding:
     except build.BuildError as error:
         return Finding("compiler", "nvcc", "problem", str(error))
     return Finding("compiler", "nvcc", "ok", f"{found.version} at {found.nvcc} (from {found.source})")
+
+
+def _tools() -> Iterator[Finding]:
+    """What SGLang's JIT loader runs beside nvcc."""
+    for tool, subject, help_ in (
+        ("ninja", "ninja", "pip install ninja"),
+        (os.environ.get("CXX", "c++"), "C++ compiler", "a g++, or CXX=<compiler>"),
+    ):
+        found = shutil.which(tool)
+        text = found or f"{tool} is not found, and SGLang's JIT builds with it: {help_}"
+        yield Finding("compiler", subject, "ok" if found else "problem", text)
+
+
+def _cache() -> Finding:
+    """SGLang's cache of JIT modules: where it is, or would be made."""
+    path = pathlib.Path(os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit").expanduser()
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return Finding("compiler", "JIT cache", "problem", f"{path}: {place} cannot be written; set SGLANG_JIT_CACHE_DIR")
+    free = shutil.disk_usage(place).free
+    short = f", too few for builds; allowed: {ROOM / 1e9:.1f} GB or more" if free < ROOM else ""
+    return Finding("compiler", "JIT cache", "problem" if short else "ok", f"{path}, {free / 1e9:.1f} GB free{short}")
+
+
+def _environment() -> Iterator[Finding]:
+    try:
+        asked = settings.read()
+    except ContractError as error:
+        yield Finding("environment", "settings", "problem", str(error))
+    else:
+        text = f"SGLANG_ROUTER_EXT_GATE={asked.gate}" if asked.enabled else "SGLANG_ROUTER_EXT=0: the plugin is off"
+        yield Finding("environment", "settings", "ok" if asked.enabled else "note", text)
+    listed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if listed and ENTRY_POINT not in listed:
+        text = f"got {','.join(listed)}, so that SGLang leaves {ENTRY_POINT} out; allowed: unset, or a list with {ENTRY_POINT}"
+        yield Finding("environment", "SGLANG_PLUGINS", "problem", text)
 
 
 def _records() -> Iterator[Finding]:
@@ -103,7 +149,6 @@ def _plugin() -> Iterator[Finding]:
 
 def probe() -> None:
     """The other process: prints each finding as a marked line. SGLang prints what it likes in between."""
-    from sglang_router_ext import settings
     from sglang_router_ext.plugin import hooks, preflight
 
     def tell(section: str, subject: str, state: str, text: str) -> None:
@@ -124,6 +169,11 @@ def probe() -> None:
     if not settings.read().enabled:
         tell("hooks", "all", "note", "none is applied: SGLANG_ROUTER_EXT=0 turns the plugin off")
         return
+    from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+
+    missing = [name for name in BACKENDS if name not in MOE_RUNNER_BACKEND_CHOICES]
+    text = f"SGLang does not take {', '.join(missing)}" if missing else "SGLang takes " + ", ".join(BACKENDS)
+    tell("plugin", "backends", "problem" if missing else "ok", text)
     early = {hook.target for hook in hooks.HOOKS if hooks.live(hook)}
     for hook in hooks.needed(where=hooks.EVERY_PROCESS):
         alive = hook.target in early
@@ -155,3 +205,12 @@ def _status(status: Any) -> str:
     asked = f"backend {', '.join(who.backends) or 'stock'}, gate {who.gate}"
     placed = f"{len(status.hooks)} hooks live, {status.linked} layers linked"
     return f"{who.role}, {who.gpu}, {asked}, {placed}; {ran or 'no MoE layer ran'}"
+
+
+def report(findings: list[Finding]) -> str:
+    """``findings`` as text for a bug report, problems first, without what tells who or where the user is."""
+    order = sorted(findings, key=lambda one: ("problem", "note", "ok").index(one.state))
+    lines = [f"{one.state:7}  {one.section}: {one.subject}: {one.text}" for one in order]
+    text = "\n".join(["```", *lines, "```"])
+    home = str(pathlib.Path.home())
+    return text.replace(home, "~") if home != "/" else text

@@ -14,7 +14,11 @@ STATES = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]PROB
 
 
 @app.command()
-def doctor(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+def doctor(
+    *,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_report: Annotated[bool, typer.Option("--report", help="as text for a bug report, problems first")] = False,
+) -> None:
     """Look at versions, GPU, compiler, records, the plugin's hooks (proven live in a process of their own) and live servers."""
     from sglang_router_ext import doctor as findings
 
@@ -22,6 +26,8 @@ def doctor(*, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
         found = list(findings.examine())
     if as_json:
         print_json(found)
+    elif as_report:
+        typer.echo(findings.report(found))
     else:
         table = Table(title="doctor", title_justify="left")
         for name in ("section", "subject", "state", "finding"):

@@ -33,6 +33,9 @@ API = (
     "sglang.srt.layers.moe.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch",
     "sglang.srt.layers.moe.moe_runner.base:FusedOpPool.get_fused_func",
     "sglang.srt.layers.moe.utils:RegisteredMoeRunnerBackend",
+    "sglang.srt.environ:envs.SGLANG_OPT_USE_FUSED_HASH_TOPK",
+    "sglang.srt.layers.moe.hash_topk:HashTopK.num_shared_topk_slots",
+    "sglang.srt.layers.moe.topk:routing_simulation_enabled",
     "sglang.srt.layers.moe.topk:_mask_topk_ids_padded_region",
     "sglang.srt.layers.moe.topk:_zero_topk_weights_padded_region",
 )
