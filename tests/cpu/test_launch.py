@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -129,6 +132,35 @@ def test_bad_arguments_are_one_line_and_status_2(words: tuple[str, ...], text: s
     code, output = call(*words)
     assert code == 2
     assert text in output
+
+
+SERVING = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def test_the_recipes_of_the_documentation_name_what_there_is() -> None:
+    text = SERVING.read_text().replace("\\\n", " ")
+    commands = re.findall(r"sglang-router-ext launch (.*)", text) + re.findall(r"docker run .*IMAGE ([^`]*)", text)
+    assert len(commands) == 4
+    for command in commands:
+        code, output = call(*command.split(), "--dry-run")
+        assert code == 0, output
+        assert "--model-path" in output
+
+
+def test_the_image_gets_what_the_package_needs() -> None:
+    (wanted,) = re.findall(r"pip install (m.*) \\", SERVING.read_text())
+    needed = tomllib.loads((SERVING.parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {*wanted.split()} == {"ninja", *(name for name in needed if not name.startswith("sglang"))}
+
+
+def test_the_unit_is_one_and_prevents_what_a_restart_cannot_mend() -> None:
+    (text,) = re.findall(r"```ini\n(.*?)```", SERVING.read_text(), re.DOTALL)
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(text)
+    assert [*unit] == ["DEFAULT", "Unit", "Service", "Install"]
+    assert unit["Service"]["RestartPreventExitStatus"] == "1 2"
+    assert unit["Service"]["ExecStart"].startswith("/opt/sglang/bin/sglang-router-ext launch ")
 
 
 def test_presets_are_files_of_the_package() -> None:
