@@ -155,11 +155,11 @@ def test_records_that_are_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
     assert "h200.jsonl" in problems(list(doctor._records()))["h200.jsonl"]
 
 
-def test_a_report_does_not_tell_who_the_user_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("/home/somebody"))
+def test_a_report_does_not_tell_who_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
     findings = [
         Finding("versions", "torch", "ok", "2.11"),
-        Finding("compiler", "JIT cache", "problem", "/home/somebody/.cache/sglang/jit cannot be written"),
+        Finding("compiler", "JIT cache", "problem", f"{tmp_path}/.cache/sglang/jit cannot be written"),
     ]
     assert doctor.report(findings).splitlines() == [
         "```",

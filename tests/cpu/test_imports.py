@@ -23,9 +23,12 @@ LIGHT = (
 KNOWS_SGLANG = ("plugin/", "demo/", "build.py", "doctor.py", "bench/peers.py")
 """The only places that import SGLang: the plugin, its demonstration and diagnosis, SGLang's compiler, and the peers."""
 
-READS_ENVIRONMENT = ("settings.py", "build.py", "gate/split_gemm.py", "selection/triton_select.py", "bench/machine.py")
-"""Our own variables are read in settings.py alone; the others ask where the compiler and the cache are, how Triton runs, and of
-which commit a copy is."""
+READS_ENVIRONMENT = (
+    *("settings.py", "build.py", "doctor.py"),
+    *("gate/split_gemm.py", "selection/triton_select.py", "bench/machine.py"),
+)
+"""Our own variables are read in settings.py alone; the others ask where the compiler and the cache are, which plugins SGLang is
+to load, how Triton runs, and of which commit a copy is."""
 
 LONGEST = {".py": 400, ".cuh": 600}
 
