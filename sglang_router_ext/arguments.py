@@ -61,7 +61,8 @@ def check_gate(
     row = TABLE[design]
     if not interpreted:
         check_cuda("hidden", hidden)
-    check_tensor("hidden", hidden, torch.bfloat16, (None, None), hidden.device)
+    device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
+    check_tensor("hidden", hidden, torch.bfloat16, (None, None), device)
     allowed = [getattr(torch, name) for name in row.weight_dtypes]
     dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in allowed else allowed[0]
     check_tensor("weight", weight, dtype, (None, hidden.shape[1]), hidden.device)
@@ -123,17 +124,21 @@ def check_per_row(
     problem: Problem, rows: int, tokens: Tokens | None, packed: torch.Tensor | None, device: torch.device
 ) -> None:
     """``tokens`` are there where ``problem`` asks for them, and fit; so does ``packed``, if it is there."""
-    got = "tokens" if tokens is not None else "None"
-    asked = "those of the rows" if problem.reads_tokens else "None"
-    expect((tokens is not None) == problem.reads_tokens, "tokens", got, f"{asked} for {problem}")
+    asked = "Tokens, those of the rows," if problem.reads_tokens else "None"
+    fits = isinstance(tokens, Tokens) if problem.reads_tokens else tokens is None
+    expect(fits, "tokens", "None" if tokens is None else type(tokens).__name__, f"{asked} for {problem}")
     if tokens is not None:
-        allowed = tokens.ids.dtype if tokens.ids.dtype in (torch.int32, torch.int64) else torch.int64
-        check_tensor("tokens.ids", tokens.ids, allowed, (rows,), device)
+        wide = isinstance(tokens.ids, torch.Tensor) and tokens.ids.dtype == torch.int64
+        check_tensor("tokens.ids", tokens.ids, torch.int64 if wide else torch.int32, (rows,), device)
+        for name, unused in (("image_bias", not problem.image_bias), ("table", not problem.hashed)):
+            got = getattr(tokens, name)
+            expect(got is None or not unused, f"tokens.{name}", describe(got), f"None for {problem}")
         if problem.image_bias:
             check_tensor("tokens.image_bias", tokens.image_bias, torch.float32, (problem.experts,), device)
             assert tokens.image_bias is not None
             check_vector_rows("tokens.image_bias", tokens.image_bias[None])
-            expect(0 <= tokens.image < 2**31, "tokens.image", tokens.image, "0 to 2^31 - 1")
+            known = type(tokens.image) is int and 0 <= tokens.image < 2**31
+            expect(known, "tokens.image", repr(tokens.image), "an integer from 0 to 2^31 - 1")
         if problem.hashed:
             check_tensor("tokens.table", tokens.table, torch.int32, (None, problem.topk), device)
             assert tokens.table is not None

@@ -56,6 +56,8 @@ NAN_KEY = -1e30
 DROPPED_KEY = float("-inf")
 """Of an expert whose group is not kept. It is never taken: the kept groups have topk experts or more."""
 MIN_SCORE = 2.0**-126
+LARGEST = 2.0**128 - 2.0**104
+"""Of float32's finite numbers."""
 MOST_SQRT_SOFTPLUS = 2.0**64
 """Of an infinite logit, so that weights stay finite: the root of the largest float32."""
 PAD_ID = -1
@@ -106,15 +108,19 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     bias_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("experts", "hidden", "topk", "groups", "groups_kept"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        for name in ("experts", "hidden", "topk", "groups", "groups_kept", "shared"):
+            least, got = 0 if name == "shared" else 1, getattr(self, name)
+            fits = isinstance(got, int) and not isinstance(got, bool) and got >= least
+            expect(fits, name, repr(got), f"an integer of at least {least}")
+        for name in ("scale", "softcap", "shared_weight"):
+            got = getattr(self, name)
+            expect(isinstance(got, int | float) and abs(got) <= LARGEST, name, repr(got), "a finite fp32 number")
         expect(self.topk <= self.experts, "topk", self.topk, f"at most experts = {self.experts}")
         expect(self.score in SCORES, "score", self.score, " | ".join(SCORES))
         expect(self.groups_kept <= self.groups, "groups_kept", self.groups_kept, f"at most groups = {self.groups}")
         expect(self.experts % self.groups == 0, "groups", self.groups, f"a divisor of experts = {self.experts}")
         enough = self.experts // self.groups * self.groups_kept
         expect(self.topk <= enough, "topk", self.topk, f"at most the {enough} experts of the groups kept")
-        expect(self.shared >= 0, "shared", self.shared, "0 or more")
         expect(self.softcap >= 0, "softcap", self.softcap, "0 for none, or more")
         expect(self.softcap == 0 or self.score == "softmax", "softcap", self.softcap, f"0 with {self.score} scores")
         expect(
@@ -127,6 +133,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         expect(not self.image_bias or self.groups == 1, "image_bias", True, "False with groups")
         ranks = self.bias or self.groups > 1 or self.image_bias
         expect(not self.hashed or not ranks, "hashed", self.hashed, "False with a bias or groups, which rank")
+        rounded = self.logits_dtype != "float32"
+        expect(not (self.hashed and rounded), "logits_dtype", self.logits_dtype, "float32 where a table names the experts")
         expect(self.logits_dtype in ("float32", "bfloat16"), "logits_dtype", self.logits_dtype, "float32 | bfloat16")
         for name in ("hidden_dtype", "weight_dtype", "bias_dtype"):
             expect(getattr(self, name) in DTYPES, name, getattr(self, name), " | ".join(DTYPES))
@@ -159,7 +167,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class Tokens(NamedTuple):
     """The tokens behind a batch's rows, for problems with an ``image_bias`` or a table of experts (``hashed``)."""
 
-    ids: torch.Tensor  # [rows] int32 or int64, from 0 to 2^31 - 1, or -1 for padding
+    ids: torch.Tensor  # [rows] int32 or int64, from 0 to 2^31 - 1, or -1 for padding; kernels read the low 32 bits
     image: int = 0  # the id that all image tokens have
     image_bias: torch.Tensor | None = None  # [experts] fp32, of rows with that token
     table: torch.Tensor | None = None  # [vocabulary, topk] int32, the experts of a token

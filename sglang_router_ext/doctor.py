@@ -10,6 +10,8 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,9 @@ ENTRY_POINT = "router_ext"
 PROBE_TIMEOUT_S = 300
 ROOM = 2**30
 """Bytes that the kernels of a few models take in SGLang's cache, and their builds meanwhile."""
+PRIVATE = ("CXX", "CUDA_HOME", "SGLANG_JIT_CACHE_DIR", "SGLANG_PLUGINS", "SGLANG_ROUTER_EXT", "SGLANG_ROUTER_EXT_GATE")
+"""Variables whose values findings quote. A report has a path, and anything ``LONG`` that may be a secret, by name only."""
+LONG = 20
 PROBE_MARK = "SGLANG_ROUTER_EXT_PROBE "
 
 
@@ -80,15 +85,19 @@ def _tools() -> Iterator[Finding]:
         ("ninja", "ninja", "pip install ninja"),
         (os.environ.get("CXX", "c++"), "C++ compiler", "a g++, or CXX=<compiler>"),
     ):
-        found = shutil.which(tool)
+        found = shutil.which((shlex.split(tool) or [tool])[0])
         text = found or f"{tool} is not found, and SGLang's JIT builds with it: {help_}"
         yield Finding("compiler", subject, "ok" if found else "problem", text)
 
 
 def _cache() -> Finding:
     """SGLang's cache of JIT modules: where it is, or would be made."""
-    path = pathlib.Path(os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit").expanduser()
-    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    asked = os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit"
+    try:
+        path = pathlib.Path(asked).expanduser()
+        place = next(folder for folder in (path, *path.parents) if folder.exists())
+    except (RuntimeError, OSError) as error:
+        return Finding("compiler", "JIT cache", "problem", f"{asked}: {error}; set SGLANG_JIT_CACHE_DIR")
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return Finding("compiler", "JIT cache", "problem", f"{path}: {place} cannot be written; set SGLANG_JIT_CACHE_DIR")
     free = shutil.disk_usage(place).free
@@ -212,5 +221,8 @@ def report(findings: list[Finding]) -> str:
     order = sorted(findings, key=lambda one: ("problem", "note", "ok").index(one.state))
     lines = [f"{one.state:7}  {one.section}: {one.subject}: {one.text}" for one in order]
     text = "\n".join(["```", *lines, "```"])
-    home = str(pathlib.Path.home())
-    return text.replace(home, "~") if home != "/" else text
+    hidden = {name: os.environ.get(name, "") for name in PRIVATE} | {"HOME": str(pathlib.Path.home())}
+    for name, value in sorted(hidden.items(), key=lambda one: -len(one[1])):
+        if "/" in value.strip("/") or len(value) >= LONG:
+            text = re.sub(rf"(?<![\w./-]){re.escape(value.rstrip('/'))}(?![\w.-])", "~" if name == "HOME" else f"${name}", text)
+    return text

@@ -140,7 +140,7 @@ def results(records: Sequence[Record] | None = None) -> str:
     ]
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in _of_kind(SERVED, listed):
-        model = line["gpu"], line["moe_layers"]
+        model = line["gpu"], line["problem"], line["moe_layers"]
         served = line.get("experts", "bf16"), line.get("backend", "router_ext_pair")
         if "experts" in line:
             newest.pop((*model, None, *served), None)  # records of before say nothing of the experts' size

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_router_ext.choose import Choice, choose, in_force
-from sglang_router_ext.contract import Gpu, PlanForm, Problem, Tokens
+from sglang_router_ext.contract import Gpu, PlanForm, Problem, Tokens, expect
 from sglang_router_ext.designs import TABLE
 
 if TYPE_CHECKING:
@@ -121,5 +121,6 @@ class Route:
         selection = self.choice(len(logits), plan=False).selection
         if "gate" in TABLE[selection].stages:  # host, or a fused design that wants the hidden states
             return None, None
+        expect(packed is None or TABLE[selection].packs, "packed", "a tensor", f"None for {selection}, which does not pack")
         by_row = {name: value for name, value in (("tokens", tokens), ("packed", packed)) if value is not None}
         return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded, **by_row)

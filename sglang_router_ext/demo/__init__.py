@@ -120,7 +120,12 @@ def run(
     size = size_of(layers, moe_intermediate, [backend], quantization=quantization, in_memory=in_memory, model=model)
     if not torch.cuda.is_available():
         expect(model == MODEL, "model", f"{model}, no CUDA GPU", f"a machine with one, or {MODEL}")
-        for option, given in (("record", record), ("in-memory", in_memory), ("keep", keep is not None)):
+        for option, given in (
+            ("record", record),
+            ("in-memory", in_memory),
+            ("keep", keep is not None),
+            ("quantization", quantization != "none"),
+        ):
             expect(not given, option, "no CUDA GPU", "a machine with one: nothing is served without")
         from sglang_router_ext.demo import cpu
 

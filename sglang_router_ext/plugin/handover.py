@@ -28,6 +28,8 @@ NO_PLAN = "logits of no linked gate, or changed since"
 TAKEN = "plan refused: taken before"
 PACKED_PADDING = -1 << 16
 """A packed id of a padded row: -1, and a weight of 0."""
+SMALL_EPSILON = 1e-12
+"""Beside a sum of scores; ours are divided by the sum alone."""
 
 Selection = tuple[torch.Tensor, torch.Tensor]
 """weights [rows, topk + shared] fp32, ids [rows, topk + shared] int32, in SGLang's order."""
@@ -147,8 +149,8 @@ def difference(
     **call: Any,
 ) -> str | None:
     """Why ``plan`` does not answer this call, or None. A parameter that is not known here raises."""
-    if call.get("packed_out") is not None and plan.packed is None:
-        return "plan refused: packed ids are asked for"
+    if (why := _packs(plan, **call)) is not None:
+        return f"plan refused: {why}"
     asked = question(**call)
     if isinstance(asked, str):
         return f"plan refused: {asked}"
@@ -167,8 +169,23 @@ def difference(
     return None
 
 
-def _identity(bias: torch.Tensor | None) -> tuple[Any, ...] | None:
-    return None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape)
+def _packs(
+    plan: Plan, *, packed_out: torch.Tensor | None = None, num_token_non_padded: torch.Tensor | None = None, **_: Any
+) -> str | None:
+    """Why the packed ids of ``plan`` cannot take the place of ``packed_out``, or None."""
+    if packed_out is None:
+        return None
+    if plan.packed is None:
+        return "packed ids are asked for"
+    if num_token_non_padded is not None and plan.problem.score != "sqrtsoftplus":
+        return "packed ids with padded rows"
+    whole = packed_out.untyped_storage().nbytes() == plan.packed.untyped_storage().nbytes()
+    alike = packed_out.dtype == plan.packed.dtype and packed_out.shape == plan.packed.shape
+    return None if alike and whole else "packed ids of another form are asked for"
+
+
+def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _identities(tokens: Tokens | None) -> tuple[Any, ...] | None:
@@ -208,7 +225,8 @@ def _image(
     topk_group: int = 1,
     **common: Any,
 ) -> dict[str, Any] | str:
-    if input_ids is None or bias_alt_token_id is None or moe_softcapping or num_expert_group > 1:
+    renormalized = renormalize_epsilon <= SMALL_EPSILON
+    if input_ids is None or bias_alt_token_id is None or moe_softcapping or num_expert_group > 1 or not renormalized:
         return "two biases in another way"
     asked = _biased(renormalize=renormalize, **common)
     tokens = Tokens(input_ids, bias_alt_token_id, bias_alt)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_router_ext.arguments import vector_rows
 from sglang_router_ext.contract import Tokens
 from sglang_router_ext.plugin.layer import LINK, Layer, Noted
 
@@ -38,8 +39,11 @@ def note(
     if ids is None or not fits or not ids.is_contiguous() or ids.dtype not in (torch.int32, torch.int64):
         return
     if layer.image_bias:
-        bias = moe.gate.e_score_correction_bias_vl.detach()
-        tokens = Tokens(ids, moe.config.image_token_id, bias)
+        rule, dtype = moe.gate.e_score_correction_bias_vl.detach(), torch.float32
+        tokens = Tokens(ids, moe.config.image_token_id, rule)
     else:
-        tokens = Tokens(ids, table=moe.topk.tid2eid.detach())
+        rule, dtype = moe.topk.tid2eid.detach(), torch.int32
+        tokens = Tokens(ids, table=rule)
+    if rule.dtype != dtype or not rule.is_contiguous() or not vector_rows(rule[None]):
+        return
     layer.noted = Noted(weakref.ref(hidden_states), tokens)

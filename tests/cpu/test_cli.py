@@ -298,9 +298,9 @@ def test_a_fifo_is_no_plot(tmp_path: pathlib.Path) -> None:
     assert "error: plot" in call("bench", "--recorded", "h200", "--plot", str(tmp_path / "fifo.png")).output
 
 
-@pytest.mark.parametrize("option", ["--record", "--in-memory", "--keep=x"])
+@pytest.mark.parametrize("option", ["--record", "--in-memory", "--keep=x", "--quantization=fp8"])
 def test_options_of_a_served_demo_want_a_gpu(option: str) -> None:
-    result = call("demo", option)
+    result = call("demo", option, "--moe-intermediate=128")
     assert result.exit_code == 2
     assert f"error: {option.strip('-').partition('=')[0]}: got no CUDA GPU" in result.output
 

@@ -155,15 +155,38 @@ def test_records_that_are_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
     assert "h200.jsonl" in problems(list(doctor._records()))["h200.jsonl"]
 
 
+def test_a_cache_of_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", "~nosuchuser/jit")
+    assert "~nosuchuser/jit: " in problems(quick())["JIT cache"]
+
+
+def test_a_compiler_behind_a_cache_of_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    program(tmp_path, "bin/ccache")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert "C++ compiler" not in problems(quick())
+
+
 def test_a_report_does_not_tell_who_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", "/scratch/alice/jit")
+    monkeypatch.setenv("CXX", f"{tmp_path}/bin/g++")
+    monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "hf_0123456789abcdefghij")
     findings = [
         Finding("versions", "torch", "ok", "2.11"),
         Finding("compiler", "JIT cache", "problem", f"{tmp_path}/.cache/sglang/jit cannot be written"),
+        Finding("compiler", "C++ compiler", "problem", f"{tmp_path}/bin/g++ is not found"),
+        Finding("compiler", "JIT cache", "ok", "/scratch/alice/jit, 3.0 GB free"),
+        Finding("environment", "settings", "problem", "SGLANG_ROUTER_EXT_GATE: got hf_0123456789abcdefghij, allowed: auto"),
+        Finding("servers", "live", "ok", f"{tmp_path}ly/other and /scratch/alice/jitter stay"),
     ]
     assert doctor.report(findings).splitlines() == [
         "```",
         "problem  compiler: JIT cache: ~/.cache/sglang/jit cannot be written",
+        "problem  compiler: C++ compiler: $CXX is not found",
+        "problem  environment: settings: SGLANG_ROUTER_EXT_GATE: got $SGLANG_ROUTER_EXT_GATE, allowed: auto",
         "ok       versions: torch: 2.11",
+        "ok       compiler: JIT cache: $SGLANG_JIT_CACHE_DIR, 3.0 GB free",
+        f"ok       servers: live: {tmp_path}ly/other and /scratch/alice/jitter stay",
         "```",
     ]

@@ -206,6 +206,9 @@ def test_checks_and_served_steps_are_listed() -> None:
     assert told.count("The router in decode steps") == 1  # the record of before said nothing of the experts' size
     assert "bf16 experts of 128" in told
     assert "Greedy tokens, differences are near-ties: a: 90 of 96 sequences equal; c: 90 of 96" in told
+    other = decode(msgspec.json.encode({**sized, "problem": "q", "tokens": judged}))
+    both = readme.results([decode(msgspec.json.encode({**sized, "tokens": judged})), other])
+    assert both.count("The router in decode steps") == 2  # two models of one depth
     judged[0]["against"] = ["wrong"]
     assert "Greedy tokens, NOT equal" in readme.results([decode(msgspec.json.encode({**sized, "tokens": judged}))])
     text = readme.results([check, newer, older])

@@ -32,11 +32,21 @@ CPU = torch.device("cpu")
         ({"hashed": True}, "hashed: got True, allowed: False with a bias or groups, which rank"),
         ({"hashed": True, "bias": False, "groups": 2}, "hashed: got True, allowed: False with a bias or groups, which rank"),
         ({"hashed": True, "bias": False, "score": "softmax"}, "hashed: got True, allowed: False with softmax scores"),
+        ({"hashed": True, "bias": False, "logits_dtype": "bfloat16"}, "logits_dtype: got bfloat16, allowed: float32 where"),
+        ({"experts": "8"}, "experts: got '8', allowed: an integer of at least 1"),
+        ({"topk": 2.0}, "topk: got 2.0, allowed: an integer of at least 1"),
+        ({"topk": True}, "topk: got True, allowed: an integer of at least 1"),
+        ({"shared": None}, "shared: got None, allowed: an integer of at least 0"),
+        ({"shared": -1}, "shared: got -1, allowed: an integer of at least 0"),
+        ({"scale": math.nan}, "scale: got nan, allowed: a finite fp32 number"),
+        ({"scale": 1e39}, r"scale: got 1e\+39, allowed: a finite fp32 number"),
+        ({"scale": "2"}, "scale: got '2', allowed: a finite fp32 number"),
+        ({"shared_weight": math.inf}, "shared_weight: got inf, allowed: a finite fp32 number"),
     ],
 )
 def test_problems_that_make_no_sense(fields: dict, text: str) -> None:
     with pytest.raises(ContractError, match="^" + text):
-        Problem(experts=8, hidden=16, topk=2, **fields)
+        Problem(**{"experts": 8, "hidden": 16, "topk": 2, **fields})
 
 
 def test_problems_say_what_their_tokens_do() -> None:
@@ -149,20 +159,31 @@ def tokens_of(**fields: object) -> Tokens:
     return Tokens(**found)  # type: ignore[arg-type]
 
 
+def tabled(table: torch.Tensor | None) -> Tokens:
+    return Tokens(torch.zeros(4, dtype=torch.int64), table=table)
+
+
 @pytest.mark.parametrize(
     ("problem", "tokens", "text"),
     [
-        (IMAGES, None, "tokens: got None, allowed: those of the rows for 8 x 16"),
-        (Problem(experts=8, hidden=16, topk=2), tokens_of(), "tokens: got tokens, allowed: None for 8 x 16"),
+        (IMAGES, None, "tokens: got None, allowed: Tokens, those of the rows, for 8 x 16"),
+        (IMAGES, torch.zeros(4), "tokens: got Tensor, allowed: Tokens, those of the rows, for 8 x 16"),
+        (Problem(experts=8, hidden=16, topk=2), tokens_of(), "tokens: got Tokens, allowed: None for 8 x 16"),
+        (IMAGES, tokens_of(ids=None), r"tokens.ids: got NoneType, allowed: int32 \[4\]"),
+        (IMAGES, tokens_of(ids=[0] * 4), r"tokens.ids: got list, allowed: int32 \[4\]"),
+        (IMAGES, tokens_of(table=torch.zeros(9, 2)), r"tokens.table: got float32 \[9, 2\] .*, allowed: None for 8 x 16"),
+        (HASHED, tokens_of(table=torch.zeros(9, 2)), r"tokens.image_bias: got float32 \[8\] .*, allowed: None for 8 x 16"),
+        (IMAGES, tokens_of(image="3"), r"tokens.image: got '3', allowed: an integer from 0 to 2\^31 - 1"),
+        (IMAGES, tokens_of(image=True), "tokens.image: got True, allowed: an integer"),
         (IMAGES, tokens_of(ids=torch.zeros(3).long()), r"tokens.ids: got int64 \[3\] .*, allowed: int64 \[4\]"),
-        (IMAGES, tokens_of(ids=torch.zeros(4).short()), r"tokens.ids: got int16 \[4\] .*, allowed: int64 \[4\]"),
-        (IMAGES, tokens_of(image=-1), r"tokens.image: got -1, allowed: 0 to 2\^31 - 1"),
+        (IMAGES, tokens_of(ids=torch.zeros(4).short()), r"tokens.ids: got int16 \[4\] .*, allowed: int32 \[4\]"),
+        (IMAGES, tokens_of(image=-1), r"tokens.image: got -1, allowed: an integer from 0 to 2\^31 - 1"),
         (IMAGES, tokens_of(image_bias=None), r"tokens.image_bias: got NoneType, allowed: float32 \[8\]"),
         (IMAGES, tokens_of(image_bias=torch.zeros(9)[1:]), r"tokens.image_bias: got .*at address 4 modulo 16"),
-        (HASHED, tokens_of(), r"tokens.table: got NoneType, allowed: int32 \[any, 2\]"),
-        (HASHED, tokens_of(table=torch.zeros(9, 3, dtype=torch.int32)), r"tokens.table: got int32 \[9, 3\]"),
-        (HASHED, tokens_of(table=torch.zeros(0, 2, dtype=torch.int32)), r"tokens.table: got int32 \[0, 2\]"),
-        (HASHED, tokens_of(table=torch.zeros(9, 2)), r"tokens.table: got float32 \[9, 2\]"),
+        (HASHED, tabled(None), r"tokens.table: got NoneType, allowed: int32 \[any, 2\]"),
+        (HASHED, tabled(torch.zeros(9, 3, dtype=torch.int32)), r"tokens.table: got int32 \[9, 3\]"),
+        (HASHED, tabled(torch.zeros(0, 2, dtype=torch.int32)), r"tokens.table: got int32 \[0, 2\]"),
+        (HASHED, tabled(torch.zeros(9, 2)), r"tokens.table: got float32 \[9, 2\]"),
     ],
 )
 def test_tokens_that_do_not_fit(problem: Problem, tokens: Tokens | None, text: str) -> None:

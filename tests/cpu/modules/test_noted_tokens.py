@@ -174,6 +174,8 @@ def test_image_tokens_rank_by_their_own_bias(rows, monkeypatch):
         ({"bias_alt": torch.zeros(EXPERTS)}, "other tokens"),
         ({"sqrtsoftplus_log1p": False}, "nan_first: asked False, planned True"),
         ({"packed_out": torch.zeros(5, TOPK, dtype=torch.int32)}, "packed ids are asked for"),
+        ({"renormalize_epsilon": 1.0}, "two biases in another way"),
+        ({"input_ids": ids_of(5).repeat_interleave(2)[::2]}, "other tokens"),
     ],
 )
 def test_other_questions_about_images_are_sglangs(change, said):
@@ -270,3 +272,55 @@ def test_tokens_in_another_form_are_not_known(ids):
     forward(moe, hidden, ids)
     assert paths() == [("gate", "host")]
     assert moe.gate.__dict__[layer.LINK].noted is None
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda table: table.long(),
+        lambda table: table.repeat(1, 2)[:, :TOPK],
+    ],
+    ids=["int64", "not dense"],
+)
+def test_a_table_in_another_form_is_sglangs(rule):
+    moe = hash_layer()
+    moe.topk.tid2eid = torch.nn.Parameter(rule(moe.topk.tid2eid.data), requires_grad=False)
+    forward(moe, rows_of(5), ids_of(5))
+    assert paths() == [("gate", "host")]
+
+
+@pytest.mark.parametrize(
+    "rule", [torch.zeros(EXPERTS, dtype=torch.bfloat16), torch.zeros(EXPERTS + 1)[1:]], ids=["bf16", "between boundaries"]
+)
+def test_an_image_bias_in_another_form_is_sglangs(rule):
+    moe = image_layer()
+    moe.gate.e_score_correction_bias_vl = torch.nn.Parameter(rule)
+    forward(moe, rows_of(5), ids_of(5))
+    assert paths() == [("gate", "host")]
+
+
+def noted_plan() -> handover.Plan:
+    gate, _choice = packed_layer()
+    return getattr(gate(rows_of(5)), handover.HANDOVER)
+
+
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [
+        (torch.zeros(9, TOPK, dtype=torch.int32)[:5], "packed ids of another form are asked for"),
+        (torch.zeros(5, TOPK), "packed ids of another form are asked for"),
+        (torch.zeros(9, TOPK, dtype=torch.int32), "packed ids of another form are asked for"),
+        (torch.zeros(5, TOPK, dtype=torch.int32), None),
+        (None, None),
+    ],
+)
+def test_packed_ids_take_the_place_of_their_like(packed, why):
+    assert handover._packs(noted_plan(), packed_out=packed) == why
+
+
+def test_packed_softmax_ids_of_padded_rows_are_sglangs():
+    plan = noted_plan()
+    softmax = msgspec.structs.replace(plan.problem, score="softmax", nan_first=False, bias=False)
+    padded = {"packed_out": torch.zeros_like(plan.packed), "num_token_non_padded": torch.tensor([3])}
+    assert handover._packs(plan, **padded) is None
+    assert handover._packs(plan._replace(problem=softmax), **padded) == "packed ids with padded rows"
