@@ -223,6 +223,6 @@ def report(findings: list[Finding]) -> str:
     text = "\n".join(["```", *lines, "```"])
     hidden = {name: os.environ.get(name, "") for name in PRIVATE} | {"HOME": str(pathlib.Path.home())}
     for name, value in sorted(hidden.items(), key=lambda one: -len(one[1])):
-        if "/" in value.strip("/") or len(value) >= LONG:
+        if "/" in value.rstrip("/") or len(value) >= LONG:
             text = re.sub(rf"(?<![\w./-]){re.escape(value.rstrip('/'))}(?![\w.-])", "~" if name == "HOME" else f"${name}", text)
     return text

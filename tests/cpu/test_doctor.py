@@ -167,6 +167,12 @@ def test_a_compiler_behind_a_cache_of_compilers(monkeypatch: pytest.MonkeyPatch,
     assert "C++ compiler" not in problems(quick())
 
 
+@pytest.mark.parametrize(("home", "said"), [("/srv", "~/jit"), ("/", "/srv/jit")])
+def test_a_report_has_no_home_of_one_part(home: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path(home))
+    assert f"cache: {said}\n" in doctor.report([Finding("compiler", "cache", "ok", "/srv/jit")])
+
+
 def test_a_report_does_not_tell_who_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
     monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", "/scratch/alice/jit")
