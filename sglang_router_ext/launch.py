@@ -14,7 +14,7 @@ import msgspec
 
 from sglang_router_ext import TESTED_SGLANG
 from sglang_router_ext.backends import BACKENDS
-from sglang_router_ext.bench.record import Record, run_of
+from sglang_router_ext.bench.record import Record, identity_of
 from sglang_router_ext.contract import expect
 from sglang_router_ext.designs import PACKAGE
 
@@ -80,7 +80,7 @@ def evidence(preset: Preset, records: Sequence[Record]) -> str:
     """What ``measured`` refers to, in words; raises ContractError where no record has that run."""
     if preset.measured == UNMEASURED:
         return UNMEASURED
-    known = any(run_of(record) == preset.measured for record in records)
+    known = any(identity_of(record).run == preset.measured for record in records)
     expect(known, f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
     return f"its router alone, run {preset.measured}"
 

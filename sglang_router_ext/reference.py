@@ -30,9 +30,7 @@ class Truth(NamedTuple):
     logits: torch.Tensor  # [rows, experts] fp64, never rounded
     read: torch.Tensor  # [rows, experts] fp64, logits as the scores read them: rounded where the problem says so
     scores: torch.Tensor  # [rows, experts] fp64, NaN where the logit is NaN
-    keys: (
-        torch.Tensor
-    )  # [rows, experts] fp64, which no hash layer ranks by; NaN replaced by NAN_KEY or, with nan_first, by infinity
+    keys: torch.Tensor  # [rows, experts] fp64, NaN replaced by NAN_KEY or, with nan_first, by infinity; a hash layer has no use
     ids: torch.Tensor  # [rows, topk] int64, descending key, the lower id on ties; -1 in padded rows; routed experts only
     weights: torch.Tensor  # [rows, topk] fp64; 0 in padded rows
     margin: torch.Tensor  # [rows] fp64, gap at the cut: last selected key - first rejected key; +inf if none is rejected

@@ -176,8 +176,9 @@ def run(
     for number, check in enumerate(checks):
         if on_gpu and number % CHECKS_BETWEEN_FREES == 0:
             torch.cuda.empty_cache()  # graphs keep pools of their own
-        same = check.problem.hashed  # as another layer's, for a gate
-        concerned = [d for d in designs if KINDS[check.kind].concerns(d.stages) and not (same and d.stages == ("gate",))]
+        concerned = [design for design in designs if KINDS[check.kind].concerns(design.stages)]
+        if check.problem.hashed:  # whose gate alone is any other layer's
+            concerned = [design for design in concerned if design.stages != ("gate",)]
         refused = [reasons(design, check.problem, check.rows, gpu) for design in concerned]
         runnable = {design.stages for design, why_not in zip(concerned, refused, strict=True) if not why_not}
         if runnable:

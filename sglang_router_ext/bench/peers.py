@@ -198,9 +198,9 @@ def _sglang_selection(problem: Problem, inputs: Inputs) -> Callable[[torch.Tenso
     scaled = problem.scale != 1.0
     if problem.score != "softmax":
         options |= {"routed_scaling_factor": problem.scale, "apply_routed_scaling_factor_on_output": scaled}
-        options["sqrtsoftplus_log1p"] = problem.nan_first
-    if problem.score == "sigmoid":
-        options |= {"num_expert_group": problem.groups, "topk_group": problem.groups_kept}
+    by_score: dict[str, dict[str, Any]] = {"sqrtsoftplus": {"sqrtsoftplus_log1p": problem.nan_first}}
+    by_score["sigmoid"] = {"num_expert_group": problem.groups, "topk_group": problem.groups_kept}
+    options |= by_score.get(problem.score, {})
     if (tokens := inputs.tokens) is not None:
         options |= {"bias_alt": tokens.image_bias, "input_ids": tokens.ids, "bias_alt_token_id": tokens.image}
     bias = bias_of(problem, inputs)

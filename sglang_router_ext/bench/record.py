@@ -154,12 +154,8 @@ def microseconds(median: float, p10: float, p90: float) -> str:
     return f"{median:.2f}{spread}"
 
 
-def gpu_of(record: Record) -> str:
-    return record.identity.gpu if isinstance(record, OtherRecord) else record.gpu
-
-
-def run_of(record: Record) -> str:
-    return record.identity.run if isinstance(record, OtherRecord) else record.run
+def identity_of(record: Record) -> Identity:
+    return record.identity if isinstance(record, OtherRecord) else record
 
 
 def short_name(gpu: str) -> str:
@@ -201,8 +197,9 @@ def read(path: pathlib.Path) -> list[Record]:
         except (msgspec.MsgspecError, RecursionError) as error:
             allowed = "allowed: lines as bench, check and demo write them; git checkout brings the file back"
             raise RecordError(f"{path.name}:{number}: {error}; {allowed}") from error
-        if path_of(gpu_of(record), path.parent) != path:
-            raise RecordError(f"{path.name}:{number}: gpu: got {gpu_of(record)}, whose file is {path_of(gpu_of(record)).name}")
+        gpu = identity_of(record).gpu
+        if path_of(gpu, path.parent) != path:
+            raise RecordError(f"{path.name}:{number}: gpu: got {gpu}, whose file is {path_of(gpu).name}")
         found.append(record)
     return found
 
@@ -228,7 +225,7 @@ def write(records: Iterable[Record], directory: pathlib.Path = DIRECTORY) -> lis
     """Put ``records`` into the files of their GPUs, each in place of an older one with the same key. Files change whole."""
     files: dict[pathlib.Path, list[Record]] = {}
     for record in records:
-        files.setdefault(path_of(gpu_of(record), directory), []).append(record)
+        files.setdefault(path_of(identity_of(record).gpu, directory), []).append(record)
     for path, new in files.items():
         merged = {record.key: record for record in [*(read(path) if path.exists() else []), *new]}
         lines = [encode(merged[key]) for key in sorted(merged, key=_order)]

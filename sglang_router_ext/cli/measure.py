@@ -271,10 +271,10 @@ def _show_recorded(
     as_json: bool,
 ) -> None:
     from sglang_router_ext.bench import report, run
-    from sglang_router_ext.bench.record import BenchRecord, gpu_of, read_all, short_name
+    from sglang_router_ext.bench.record import BenchRecord, identity_of, read_all, short_name
 
     records = read_all()
-    known = sorted({short_name(gpu_of(record)) for record in records})
+    known = sorted({short_name(identity_of(record).gpu) for record in records})
     expect(name.lower() in known, "recorded", name, " | ".join(known) or "nothing is recorded yet")
     gpu = gpu_by_name(name)
     times = [record for record in records if isinstance(record, BenchRecord) and record.gpu == gpu.name]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 KINDS = ("none", "fp8", "nvfp4")
-BLOCKS = {"fp8": 128, "nvfp4": 128}
-"""An expert's size is a multiple of it; Marlin's tiles for nvfp4."""
 FP8_BLOCK, FP4_BLOCK = 128, 16
+BLOCKS = {"fp8": FP8_BLOCK, "nvfp4": 128}
+"""An expert's size is a multiple of it; Marlin's tiles for nvfp4."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_SCALE = 2.0**-10
 """Of all weights: gate and up of an expert must share it, and the blocks' scales keep their digits."""

@@ -99,8 +99,6 @@ def take_softmax(original: Callable[..., Any], *args: Any, **call: Any) -> Selec
 
 
 def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, Any], question: Question) -> Selection:
-    from sglang.srt.layers.moe.topk import routing_simulation_enabled
-
     if args or torch.compiler.is_compiling():
         return original(*args, **call)
     logits = call["gating_output"]
@@ -120,11 +118,19 @@ def _take(original: Callable[..., Any], args: tuple[Any, ...], call: dict[str, A
         carry(handed.ids, handed.blocks)
     if handed.problem.score == "sqrtsoftplus":
         _mask(handed, call.get("num_token_non_padded"))
-    if handed.problem.image_bias and routing_simulation_enabled():
-        void(handed.ids, SIMULATED)  # vision_topk does so behind this; select_experts, which is hooked, does not select then
+    if handed.problem.image_bias:
+        _void_where_simulated(handed)
     if call.get("packed_out") is not None and handed.packed is not None:
         call["packed_out"].set_(handed.packed)  # the caller's tensor is ours from here on, without a copy
     return handed.weights, handed.ids
+
+
+def _void_where_simulated(plan: Plan) -> None:
+    """vision_topk simulates behind this; select_experts, which is hooked, does not select then."""
+    from sglang.srt.layers.moe import topk
+
+    if topk.routing_simulation_enabled():
+        void(plan.ids, SIMULATED)
 
 
 def _mask(plan: Plan, num_token_non_padded: torch.Tensor | None) -> None:

@@ -62,7 +62,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
                 "apply_routed_scaling_factor_on_output": True,
                 "num_expert_group": 1,
                 "topk_group": 1,
-                "sqrtsoftplus_log1p": False,
             },
         ),
         (
