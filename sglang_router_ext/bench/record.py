@@ -141,6 +141,22 @@ def soak_record(identity: Identity, design: str, case: str, found: Sequence[Any]
     return other_record(identity, "soak", body)
 
 
+def flips_record(
+    identity: Identity, case: str, rows: int, seed: int, batches: Sequence[int], found: Sequence[Any]
+) -> OtherRecord:
+    """A ``flips`` as a record; ``found`` as ``bench/flips.py`` gives it. A newer one takes an older one's place."""
+    hashes = {one.path: current_hash(one.path) for one in found if one.row_stable}
+    body = {
+        "case": case,
+        "rows": rows,
+        "seed": seed,
+        "batches": ",".join(map(str, batches)),
+        "flips": [msgspec.structs.asdict(one) for one in found],
+        "sources": list(hashes.values()),
+    }
+    return other_record(identity, "flips", body)
+
+
 def new_run(gpu: str) -> Identity:
     """The identity of a run that starts now in this process on the GPU that the driver calls ``gpu``."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 from sglang_router_ext.bench.record import RecordError
-from sglang_router_ext.contract import ContractError, expect
+from sglang_router_ext.contract import ContractError, Gpu, expect
 
+DEFAULT_CASE = "glm-5.3-flash"
 WIDTH = 200
 """Columns where the output is no terminal."""
 TICK_S = 5.0
@@ -58,14 +59,24 @@ def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
-def parse_rows(text: str) -> list[int]:
-    """``1,2,8-16`` -> row counts in ascending order. Raises :class:`ContractError` for anything else."""
+def this_gpu(command: str) -> Gpu:
+    """The GPU that ``command`` is to run on. Raises :class:`ContractError` where there is none."""
+    from sglang_router_ext.bench import machine
+
+    gpu = machine.gpu()
+    expect(gpu is not None, command, "no CUDA GPU here", "a machine with one")
+    assert gpu is not None
+    return gpu
+
+
+def parse_rows(text: str, option: str = "rows") -> list[int]:
+    """``1,2,8-16`` -> row counts in ascending order. Raises :class:`ContractError`, by ``option``, for anything else."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         numeric = part.isascii() and first.isdecimal() and (last.isdecimal() or not dash)
         fits = numeric and 1 <= int(first) <= int(last or first) <= MAX_ROWS
-        expect(fits, "rows", repr(text), f"row counts from 1 to {MAX_ROWS} as in 1,2,8-16")
+        expect(fits, option, repr(text), f"row counts from 1 to {MAX_ROWS} as in 1,2,8-16")
         found.update(range(int(first), int(last or first) + 1))
     return sorted(found)
 

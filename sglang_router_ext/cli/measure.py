@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.choose import reasons
-from sglang_router_ext.cli.app import Ticker, app, check_plot, console, parse_rows, pick, print_json
+from sglang_router_ext.cli.app import DEFAULT_CASE, Ticker, app, check_plot, console, parse_rows, pick, print_json, this_gpu
 from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
@@ -21,19 +21,9 @@ if TYPE_CHECKING:
     from sglang_router_ext.bench.run import Line
 
 OURS = [design.name for design in DESIGNS if design.target]
-DEFAULT_CASE = "glm-5.3-flash"
 MAX_REPLAYS = 10**9
 SHOWN_FAILURES = 20
 """Failing lines per design that are printed as they happen; the others are only counted, and stand in ``--json``."""
-
-
-def _this_gpu(command: str) -> Gpu:
-    from sglang_router_ext.bench import machine
-
-    gpu = machine.gpu()
-    expect(gpu is not None, command, "no CUDA GPU here", "a machine with one")
-    assert gpu is not None
-    return gpu
 
 
 @app.command()
@@ -50,7 +40,7 @@ def check(
     names = pick("design", design, OURS)
     cases = pick("case", case, list(CASES)) if case else None
     expect(not (record and cases), "record", "a check of some cases only", "a check of all cases, or of all models (--quick)")
-    gpu = _this_gpu("check")
+    gpu = this_gpu("check")
     from sglang_router_ext.bench import check as checks
     from sglang_router_ext.bench.checks import model_checks, odd_checks
     from sglang_router_ext.bench.record import check_writable, new_run, write
@@ -159,7 +149,7 @@ def soak(
     counts = parse_rows(rows)
     expect(1 <= replays <= MAX_REPLAYS, "replays", replays, f"1 to {MAX_REPLAYS}")
     expect(1 <= between <= replays, "between", between, f"1 to {replays}, the replays")
-    gpu = _this_gpu("soak")
+    gpu = this_gpu("soak")
     for count in counts:
         refused = reasons(row, problem, count, gpu)
         expect(not refused, "rows", count, f"rows that {design} takes ({'; '.join(refused)})")
@@ -221,7 +211,7 @@ def bench(
         expect(timeline is None, "timeline", "what is on record, which holds no kernels", "one of --timeline and --recorded")
         _show_recorded(recorded, [one.name for one in cases], counts, asked, plot, as_json=as_json)
         return
-    gpu = _this_gpu("bench")
+    gpu = this_gpu("bench")
     from sglang_router_ext.bench import clock, report, run
     from sglang_router_ext.bench.record import check_writable, new_run, write
 

@@ -332,7 +332,7 @@ def test_a_broken_record_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatc
 
 def test_a_check_that_judged_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = Outcome("a case", "a check", "pair", ["too large"], [])
-    monkeypatch.setattr(measure, "_this_gpu", lambda command: gpu_by_name("h200"))
+    monkeypatch.setattr(measure, "this_gpu", lambda command: gpu_by_name("h200"))
     monkeypatch.setattr(measure, "_check_one", lambda *arguments: [refused])
     monkeypatch.setattr(check, "build_ahead", lambda *arguments: None)
     result = call("check", "--design", "pair")
