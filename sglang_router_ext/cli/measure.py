@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -198,18 +198,21 @@ def bench(
     recorded: Annotated[str | None, typer.Option(help="measure nothing: show what is on record for a GPU, as in h200")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     plot: Annotated[pathlib.Path | None, typer.Option(help="write a plot to this PNG file")] = None,
+    ratios: Annotated[pathlib.Path | None, typer.Option(help="write SGLang's time / ours to this PNG file")] = None,
+    steps: Annotated[pathlib.Path | None, typer.Option(help="write a plot of every stage alone to this PNG file")] = None,
     timeline: Annotated[pathlib.Path | None, typer.Option(help="write the kernels over time to this PNG file")] = None,
 ) -> None:
     """Time designs and peers in one process: median microseconds over row counts, the floor, and ratios."""
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = None if rows is None else parse_rows(rows)
-    check_plot(plot)
-    check_plot(timeline, "timeline")
+    pictures = {"plot": plot, "ratios": ratios, "steps": steps}
+    for option, file in (pictures | {"timeline": timeline}).items():
+        check_plot(file, option)
     asked = [name for name, wanted in (("cold", cold), ("warm", warm)) if wanted]
     if recorded is not None:
         expect(not record, "record", "what is on record already", "one of --record and --recorded")
         expect(timeline is None, "timeline", "what is on record, which holds no kernels", "one of --timeline and --recorded")
-        _show_recorded(recorded, [one.name for one in cases], counts, asked, plot, as_json=as_json)
+        _show_recorded(recorded, [one.name for one in cases], counts, asked, pictures, as_json=as_json)
         return
     gpu = this_gpu("bench")
     from sglang_router_ext.bench import clock, report, run
@@ -244,10 +247,11 @@ def bench(
         print_json({"identity": identity, "lines": lines, "failures": wrong})
     else:
         _print_bench(lines, wrong)
-    if plot is not None:
-        report.plot(lines, plot)
+    _draw(lines, pictures)
     if timeline is not None:
-        report.timeline(lines, timeline)
+        from sglang_router_ext.bench import draw
+
+        draw.timeline(lines, timeline)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -256,11 +260,11 @@ def _show_recorded(
     cases: Sequence[str],
     counts: Sequence[int] | None,
     caches: Sequence[str],
-    plot: pathlib.Path | None,
+    pictures: Mapping[str, pathlib.Path | None],
     *,
     as_json: bool,
 ) -> None:
-    from sglang_router_ext.bench import report, run
+    from sglang_router_ext.bench import run
     from sglang_router_ext.bench.record import BenchRecord, identity_of, read_all, short_name
 
     records = read_all()
@@ -283,8 +287,16 @@ def _show_recorded(
         print_json({"gpu": gpu, "lines": lines})
     else:
         _print_bench(lines, [], "on the machine that this was recorded on: ")
-    if plot is not None:
-        report.plot(lines, plot)
+    _draw(lines, pictures)
+
+
+def _draw(lines: Sequence[Line], pictures: Mapping[str, pathlib.Path | None]) -> None:
+    """The pictures that a file is given for."""
+    from sglang_router_ext.bench import draw
+
+    for option, file in pictures.items():
+        if file is not None:
+            draw.PICTURES[option](lines, file)
 
 
 def _numbers(found: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from sglang_router_ext import doctor
 from sglang_router_ext.backends import BACKENDS
-from sglang_router_ext.bench import check, record, report
+from sglang_router_ext.bench import check, draw, record, report
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.check import Outcome
 from sglang_router_ext.bench.clock import Timing
@@ -244,6 +244,8 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
             ("bench", "--recorded", "h200", "--timeline", "x.png"),
             "error: timeline: got what is on record, which holds no kernels",
         ),
+        (("bench", "--recorded", "h200", "--ratios", "x.txt"), "error: ratios: got x.txt, allowed: a .png file"),
+        (("bench", "--recorded", "h200", "--steps", "x.txt"), "error: steps: got x.txt, allowed: a .png file"),
         (("bench", "--timeline", "/proc/x.png"), "error: timeline: got /proc/x.png"),
         (("bench", "--recorded", ""), "error: recorded: got , allowed: h200"),
         (("bench", "--recorded", "h200", "--rows", ""), "error: rows: got ''"),
@@ -454,28 +456,72 @@ def test_what_has_no_time_is_said() -> None:
     assert remark.startswith("glm-5.3-flash: flashinfer-gemm (gate): no time: flashinfer.gemm.tinygemm_bf16")
 
 
-def test_a_plot_is_a_picture(tmp_path: pathlib.Path) -> None:
+PLAN = "gate+selection+plan"
+OVER_ROWS = [
+    *LINES,
+    line("pair", 5.0, rows=16, ours=True),
+    line("sglang-pair", 9.0, rows=16, ours=False),
+    line("single", 4.9, stages=PLAN, ours=True),
+    line("sglang-pair+align", 8.0, stages=PLAN, ours=False),
+    line("small_rows", 3.1, rows=16, stages="gate", ours=True),
+    line("sglang-topk", 3.9, stages="selection", ours=False),
+]
+
+
+@pytest.mark.parametrize("option", draw.PICTURES)
+@pytest.mark.parametrize("lines", [OVER_ROWS, LINES[:2], []], ids=["all", "only theirs", "nothing"])
+def test_times_make_a_picture(tmp_path: pathlib.Path, option: str, lines: list[Line]) -> None:
     pytest.importorskip("matplotlib")
-    lines = [*LINES, line("pair", 5.0, rows=16, ours=True), line("sglang-pair", 9.0, rows=16, ours=False)]
-    file = tmp_path / "plot.png"
-    report.plot(lines, file)
+    file = tmp_path / "picture.png"
+    draw.PICTURES[option](lines, file)
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, option: str, lines: list[Line]) -> Any:
+    """The panels of a picture."""
+    kept: list[Any] = []
+    monkeypatch.setattr(draw, "_save", lambda figure, file: kept.append(figure))
+    draw.PICTURES[option](lines, pathlib.Path("unused.png"))
+    return kept[0].axes
+
+
+def test_operating_points_are_marked_inside_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    (panel,) = drawn(monkeypatch, "plot", OVER_ROWS)
+    marks = {text.get_text(): text.get_position()[0] for text in panel.texts}
+    assert marks == {"decode, 1 request": 1, "6: speculative verify": 6}
+    far = [line("sglang-pair", 50.0, rows=8192, ours=False), line("sglang-pair", 10.0, rows=64, ours=False)]
+    (panel,) = drawn(monkeypatch, "plot", far)
+    assert [text.get_text() for text in panel.texts] == ["96 requests", "8,192: prefill chunk"]
+
+
+def test_ratios_are_sglangs_time_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    (panel,) = drawn(monkeypatch, "ratios", OVER_ROWS)
+    curves = {curve.get_label(): list(map(float, curve.get_ydata())) for curve in panel.lines}
+    assert curves["router: sglang-pair / ours"] == [1.5, 1.8]
+    assert curves["router and plan: sglang-pair+align / ours"] == [pytest.approx(8.0 / 4.9)]
+    assert panel.get_ylim()[0] < 1.0
+    assert "SGLang is faster" in {text.get_text() for text in panel.texts}
+
+
+def test_steps_have_a_panel_a_group_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = drawn(monkeypatch, "steps", OVER_ROWS)
+    assert [panel.get_title().rpartition(": ")[2] for panel in panels] == list(report.GROUPS.values())
+    assert [curve.get_label() for curve in panels[3].lines if not curve.get_label().startswith("_")] == ["sglang-topk"]
 
 
 def test_a_timeline_is_a_picture(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     stock = [("tiny_n_gemm_kernel", 0.0, 3.1), ("_router_triton_kernel", 3.3, 6.2), ("moe_align_small_numel", 6.4, 8.0)]
     ours = [("small_rows_kernel", 0.0, 2.5), ("warp_select_kernel", 1.9, 4.4)]
-    plan = "gate+selection+plan"
     lines = [
-        line("sglang-pair+align", 8.0, stages=plan, ours=False, kernels=stock),
-        line("single", 4.9, stages=plan, ours=True, kernels=[("single_kernel", 0.0, 4.9)]),
+        line("sglang-pair+align", 8.0, stages=PLAN, ours=False, kernels=stock),
+        line("single", 4.9, stages=PLAN, ours=True, kernels=[("single_kernel", 0.0, 4.9)]),
         line("sglang-pair", 6.2, ours=False, kernels=stock[:2]),
         line("pair", 4.4, ours=True, kernels=ours),
         line("pair", 4.4, rows=16, ours=True, kernels=ours),
     ]
     file = tmp_path / "timeline.png"
-    report.timeline(lines, file)
+    draw.timeline(lines, file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
