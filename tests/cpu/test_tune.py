@@ -1,4 +1,4 @@
-"""``tune``, with a GPU and times that are made up."""
+"""``tune``, with a GPU and times that are made up; and what ``explain`` and ``list`` say of the table that it writes."""
 
 from __future__ import annotations
 
@@ -221,3 +221,61 @@ def test_the_default_rows_hold_what_a_server_runs() -> None:
     assert list(command.DEFAULT_ROWS) == sorted(set(command.DEFAULT_ROWS))
     edges = {one.rows.last for one in TABLE.values() if one.rows.last} & set(range(1, 129))
     assert edges <= set(command.DEFAULT_ROWS)
+
+
+# --- what explain and list say
+
+
+def ranges(found: Any) -> list[tuple[Any, ...]]:
+    shown = ((one["rows"], one["choice"], one["measured"]) for one in found["rows"])
+    return [(rows["first"], rows.get("last"), choice["gate"], choice["selection"], text) for rows, choice, text in shown]
+
+
+def test_explain_shows_bands_and_what_measured_them(gpus: Gpus) -> None:
+    asked = ("explain", "--model", "glm-5.3-flash", "--gpu")
+    assert {one[-1] for one in ranges(call_json(*asked, "b300"))} == {"not measured"}
+    before = ranges(call_json(*asked, "h200"))
+    assert (before[0][-1], before[-1][-1]) == ("on record", "not measured")
+    assert [first for first, *_ in before[1:]] == [last + 1 for _, last, *_ in before[:-1]]
+    call("tune", *ROWS)
+    found = call_json(*asked, "h200")
+    assert ranges(found) == [
+        (1, 16, "single", "single", "tuned here"),
+        (17, 64, "host", "host", "tuned here"),
+        (65, 512, "host", "warp_select", "tuned here"),
+        (513, None, "host", "host", "not measured"),
+    ]
+    assert (found["table"]["in_force"], found["table"]["has_this_shape"]) == (True, True)
+    assert ranges(call_json(*asked, "h200", "--no-plan"))[0][2] == "pair"
+    shown = call(*asked, "h200").output
+    assert "bands    tuned table of NVIDIA H200 is in force" in shown and "tuned here" in shown
+    other = call("explain", "--model", "kimi-k2", "--gpu", "h200").output
+    assert "this shape is not in it: the package's records stand for it" in other and "on record" in other
+    assert call_json(*asked, "b300")["table"] is None
+
+
+def test_explain_says_that_a_table_is_stale(gpus: Gpus) -> None:
+    call("tune", *ROWS)
+    path = tuned.default_path(H200.name)
+    path.write_text(path.read_text().replace(TABLE["pair"].source_hash, "0" * 16))
+    shown = call("explain", "--model", "glm-5.3-flash", "--gpu", "h200").output
+    assert "tuned table of NVIDIA H200 is stale: design pair changed; run sglang-router-ext tune" in shown
+    assert "tuned here" not in shown
+    assert "is stale" in call("list").output and call_json("list")["tables"][0]["in_force"] is False
+
+
+def test_explain_names_what_is_on_trial() -> None:
+    found = call_json("explain", "--model", "glm-5.3-flash", "--gpu", "h200", "--moe-runner-backend", "router_ext_pair")
+    for one in ranges(found):
+        trial = [stage for stage, name in (("gate", one[2]), ("selection", one[3])) if TABLE[name].status == "trial"]
+        assert all(f"{stage} on trial" in one[-1] for stage in trial) and bool(trial) == ("on trial" in one[-1])
+    stock = call_json("explain", "--model", "glm-5.3-flash", "--gpu", "h200", "--moe-runner-backend", "triton")
+    assert {one[-1] for one in ranges(stock)} == {"-"}
+
+
+def test_list_says_that_a_table_is_in_force(gpus: Gpus) -> None:
+    assert "tuned table" not in call("list").output and call_json("list")["tables"] == []
+    call("tune", "--rows", "1")
+    assert "tuned table of NVIDIA H200 is in force: 1 shape, " in call("list").output
+    (told,) = call_json("list")["tables"]
+    assert (told["gpu"], told["in_force"], told["named"]) == ("NVIDIA H200", True, False)
