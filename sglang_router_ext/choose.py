@@ -10,16 +10,61 @@ import msgspec
 
 from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import DESIGNS, TABLE, Design, groups_refused
+from sglang_router_ext.designs import DESIGNS, TABLE, Design, Rows, groups_refused
 
 ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
+ORDER = tuple(
+    design.name
+    for design in sorted(DESIGNS, key=lambda design: (-len(design.stages), design.stages != ("selection",)))
+    if design.name != "host"
+)
+"""In which designs are asked: longest stage cover first, a selection before a gate, then as the table has them."""
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Bands of one problem on one GPU that ``tune`` measured. They stand in place of the table's, of every design: one that is
+    not among them was fastest nowhere. See ``tuned.py``.
+    """
+
+    bands: tuple[tuple[str, tuple[Rows, ...]], ...]
+    """Where the experts take a plan."""
+    bands_without_plan: tuple[tuple[str, tuple[Rows, ...]], ...]
+    last: int
+    """The largest row count that was measured."""
+
+    def of(self, design: str, *, plan: bool) -> tuple[Rows, ...]:
+        """Where ``design`` is chosen without being named."""
+        return dict(self.bands if plan else self.bands_without_plan).get(design, ())
+
+
+def unmeasured(design: Design, problem: Problem, gpu: Gpu) -> list[str]:
+    """What the bands of the table do not speak of, as reasons; empty: they say where ``design`` is fastest for ``problem``."""
+    if gpu.name not in design.bands:
+        return [f"not measured on {gpu.name}"]
+    missing = []
+    if "gate" in design.stages and problem.weight_dtype not in design.measured_dtypes:
+        missing.append(f"{problem.weight_dtype} gate weight")
+    if "selection" in design.stages and problem.score not in design.measured_scores:
+        missing.append(f"{problem.score} scores")
+    if design.stages == ("gate",) and problem.logits_dtype == "bfloat16":
+        missing.append("bfloat16 logits")
+    if "selection" in design.stages and problem.groups > 1 and not design.measured_groups:
+        missing.append(f"{problem.groups} expert groups")
+    return [f"{what}: not measured on {gpu.name}" for what in missing]
 
 
 def reasons(
-    design: Design, problem: Problem, rows: int, gpu: Gpu | None, *, named: bool = True, plan: bool = True
+    design: Design,
+    problem: Problem,
+    rows: int,
+    gpu: Gpu | None,
+    *,
+    named: bool = True,
+    plan: bool = True,
+    tuned: Tuned | None = None,
 ) -> list[str]:
     """Every reason why ``design`` does not run; empty: it runs. ``named``: the user asked for it, so no band is needed.
-    ``plan``: the experts behind it take one.
+    ``plan``: the experts behind it take one. ``tuned``: bands that stand in place of the table's.
     """
     if design.name == "host":
         return []
@@ -69,20 +114,16 @@ def reasons(
     if not named:
         refuse(design.status != "on", "on trial: runs only where it is named")
         if gpu is not None and design.status == "on":
-            without = design.plans and not plan
-            bands = (design.bands_without_plan if without else design.bands).get(gpu.name, ())
-            refuse(gpu.name not in design.bands, f"not measured on {gpu.name}")
+            if tuned is None:
+                found += unmeasured(design, problem, gpu)
+                without = design.plans and not plan
+                bands = (design.bands_without_plan if without else design.bands).get(gpu.name, ())
+            else:
+                without, bands = not plan, tuned.of(design.name, plan=plan)
             text = (", ".join(map(str, bands)) or "none") + (" without a plan" if without else "")
-            unmeasured = "gate" in design.stages and problem.weight_dtype not in design.measured_dtypes
-            refuse(unmeasured, f"{problem.weight_dtype} gate weight: not measured on {gpu.name}")
-            scored = "selection" in design.stages and problem.score not in design.measured_scores
-            refuse(scored, f"{problem.score} scores: not measured on {gpu.name}")
-            rounded = design.stages == ("gate",) and problem.logits_dtype == "bfloat16"
-            refuse(rounded, f"bfloat16 logits: not measured on {gpu.name}")
-            grouped = "selection" in design.stages and problem.groups > 1 and not design.measured_groups
-            refuse(grouped, f"{problem.groups} expert groups: not measured on {gpu.name}")
-            outside = gpu.name in design.bands and not any(rows in band for band in bands)
-            refuse(outside, f"{rows} rows: measured fastest at {text}")
+            known = tuned is not None or gpu.name in design.bands
+            where = "measured" if tuned is None else "tuned here and"
+            refuse(known and not any(rows in band for band in bands), f"{rows} rows: {where} fastest at {text}")
     return found
 
 
@@ -122,6 +163,7 @@ def choose(
     gate: str = "auto",
     unavailable: dict[str, str] | None = None,
     plan: bool = True,
+    tuned: Tuned | None = None,
 ) -> Choice:
     """The design of each stage at ``rows`` rows: longest stage cover first, then the order of the table; else ``host``.
 
@@ -130,14 +172,15 @@ def choose(
 
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
-    this machine cannot build. ``plan``: the experts take the plan of a design that makes one.
+    this machine cannot build. ``plan``: the experts take the plan of a design that makes one. ``tuned``: bands of ``problem``
+    on ``gpu`` that stand in place of the table's.
 
     A model that rounds its logits to bf16 has no others behind SGLang's own gate, and selections alone take fp32.
     """
-    choice = _choose(problem, rows, gpu, backend, gate, unavailable or {}, plan)
+    choice = _choose(problem, rows, gpu, backend, gate, unavailable or {}, plan, tuned)
     if problem.logits_dtype == "bfloat16" and choice.gate == "host" != choice.selection:
         alone = dict.fromkeys((design.name for design in DESIGNS if design.stages == ("selection",)), ROUNDED)
-        return _choose(problem, rows, gpu, backend, gate, {**alone, **(unavailable or {})}, plan)
+        return _choose(problem, rows, gpu, backend, gate, {**alone, **(unavailable or {})}, plan, tuned)
     return choice
 
 
@@ -149,6 +192,7 @@ def _choose(
     gate: str,
     unavailable: dict[str, str],
     plan: bool,
+    tuned: Tuned | None,
 ) -> Choice:
     expect(backend is None or backend in BACKENDS, "backend", backend, " | ".join(BACKENDS))
     expect(gate in GATES, "SGLANG_ROUTER_EXT_GATE", gate, " | ".join(GATES))
@@ -158,7 +202,7 @@ def _choose(
 
     def runs(design: Design, *, named: bool) -> bool:
         if design.name not in losers:
-            found = reasons(design, problem, rows, gpu, named=named, plan=plan)
+            found = reasons(design, problem, rows, gpu, named=named, plan=plan, tuned=tuned)
             if design.name in unavailable:
                 found.append(unavailable[design.name])
             if not found:
@@ -169,10 +213,10 @@ def _choose(
     chosen = dict.fromkeys(STAGES, "host")
     if backend is not None:
         taken = {} if gate == "auto" else {"gate": f"SGLANG_ROUTER_EXT_GATE={gate}"}
-        for design in sorted(DESIGNS, key=lambda d: (-len(d.stages), d.stages != ("selection",))):
+        for design in (TABLE[name] for name in ORDER):
             named = bool(designs) and (design.stages != ("gate",) or chosen["selection"] != "host")
             covered = [taken[stage] for stage in design.stages if stage in taken]
-            if design.name in ("host", gate):
+            if design.name == gate:
                 continue
             if designs and design.name not in designs:
                 losers[design.name] = [f"not part of {backend}"]

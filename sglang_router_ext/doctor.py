@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_router_ext import TESTED_SGLANG, settings
+from sglang_router_ext import TESTED_SGLANG, settings, tuned
 from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import machine, record
 from sglang_router_ext.contract import ContractError
@@ -30,7 +30,10 @@ ENTRY_POINT = "router_ext"
 PROBE_TIMEOUT_S = 300
 ROOM = 2**30
 """Bytes that the kernels of a few models take in SGLang's cache, and their builds meanwhile."""
-PRIVATE = ("CXX", "CUDA_HOME", "SGLANG_JIT_CACHE_DIR", "SGLANG_PLUGINS", "SGLANG_ROUTER_EXT", "SGLANG_ROUTER_EXT_GATE")
+PRIVATE = (
+    *("CXX", "CUDA_HOME", "SGLANG_JIT_CACHE_DIR", "SGLANG_PLUGINS", "XDG_CONFIG_HOME"),
+    *(setting.name for setting in settings.SETTINGS),
+)
 """Variables whose values findings quote. A report has a path, and anything ``LONG`` that may be a secret, by name only."""
 LONG = 20
 PROBE_MARK = "SGLANG_ROUTER_EXT_PROBE "
@@ -53,6 +56,7 @@ def examine() -> Iterator[Finding]:
     yield _cache()
     yield from _environment()
     yield from _records()
+    yield from _table()
     yield _entry_point()
     yield from _plugin()
     yield from _live()
@@ -129,6 +133,23 @@ def _records() -> Iterator[Finding]:
         yield Finding("records", path.name, "ok", f"{len(found)} lines")
         for text in (*record.stale(found), *record.unproven(found)):
             yield Finding("records", path.name, "note", text)
+
+
+def _table() -> Iterator[Finding]:
+    """The tuned table for this GPU, whose bands stand in place of the package's."""
+    try:
+        gpu = machine.gpu()
+        found = tuned.find(gpu)
+        off = settings.read().table == "off"
+    except (ImportError, ContractError):
+        return  # said above
+    if found is None:
+        text = f"{settings.TABLE}=off" if off else f"none{f' for {gpu}' if gpu else ''}; sglang-router-ext tune makes one"
+        yield Finding("bands", "tuned table", "note" if off else "ok", text)
+    else:
+        state = "ok" if not found.against else "problem" if found.named else "note"
+        when = "" if found.table is None else f", {tuned.age(found.table.time)}"
+        yield Finding("bands", "tuned table", state, f"{found}{when}")
 
 
 def _entry_point() -> Finding:

@@ -33,7 +33,7 @@ from sglang_router_ext.bench.record import (
 )
 from sglang_router_ext.demo.pace import Spread, change, spread
 from sglang_router_ext.designs import DESIGNS, TABLE
-from sglang_router_ext.settings import SETTINGS
+from sglang_router_ext.settings import SETTINGS, Setting
 
 SERVED, LAUNCHES = "served", "launches"
 """Kinds of records that ``demo --record`` and ``serve-bench --record`` write."""
@@ -81,11 +81,12 @@ def backends() -> str:
 def settings() -> str:
     return table(
         ("variable", "default", "values", "meaning"),
-        (
-            (f"`{setting.name}`", f"`{setting.default}`", " | ".join(f"`{value}`" for value in setting.allowed), setting.what)
-            for setting in SETTINGS
-        ),
+        ((f"`{setting.name}`", f"`{setting.default}`", _values(setting), setting.what) for setting in SETTINGS),
     )
+
+
+def _values(setting: Setting) -> str:
+    return " | ".join(f"`{value}`" if value in setting.allowed else value for value in setting.choices)
 
 
 def _cold(records: Sequence[Record]) -> dict[tuple[str, str], list[BenchRecord]]:

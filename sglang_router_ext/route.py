@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_router_ext.choose import Choice, choose, in_force
+from sglang_router_ext.choose import Choice, Tuned, choose, in_force
 from sglang_router_ext.contract import Gpu, PlanForm, Problem, Tokens, expect
 from sglang_router_ext.designs import TABLE
 
@@ -43,16 +43,18 @@ def _choose(
     backend: str | None,
     gate: str,
     unavailable: tuple[tuple[str, str], ...],
+    tuned: Tuned | None,
     rows: int,
     plan: bool,
 ) -> Choice:
     """Shared by the layers of a model, whose questions are the same; bounded, because prefills come in all row counts."""
-    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable), plan=plan)
+    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable), plan=plan, tuned=tuned)
 
 
 class Route:
     """One layer's router on one GPU. The choice depends on nothing but the row count and whether its experts take a plan, so
     ranks and graph captures agree. ``problem`` has the logits of the model's own gate; what ``gate`` makes of them is in force.
+    ``tuned``: bands of the problem that stand in place of the table's.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Route:
         backend: str | None,
         gate: str = "auto",
         unavailable: dict[str, str] | None = None,
+        tuned: Tuned | None = None,
     ) -> None:
         self.problem, _ = in_force(problem, gate)
-        self._choose = functools.partial(_choose, problem, gpu, backend, gate, tuple(sorted((unavailable or {}).items())))
+        lost = tuple(sorted((unavailable or {}).items()))
+        self._choose = functools.partial(_choose, problem, gpu, backend, gate, lost, tuned)
 
     def choice(self, rows: int, *, plan: bool = True) -> Choice:
         """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch. ``plan``: the

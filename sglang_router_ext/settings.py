@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 
 import msgspec
 
@@ -15,7 +16,17 @@ class Setting(msgspec.Struct, frozen=True):
     default: str
     allowed: tuple[str, ...]
     what: str
+    path: bool = False
+    """Whether it may be an absolute path too: a server and those who ask about it have folders of their own."""
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What it takes, in words."""
+        return (*self.allowed, *["an absolute path"] * self.path)
+
+
+TABLE = "SGLANG_ROUTER_EXT_TABLE"
+"""Names the table of ``tune``; see ``tuned.py``."""
 
 SETTINGS = (
     Setting("SGLANG_ROUTER_EXT", "1", ("0", "1"), "0 turns the whole plugin off: nothing is hooked, SGLang runs stock"),
@@ -26,6 +37,15 @@ SETTINGS = (
         "gate GEMM under any backend, stock ones included; host keeps SGLang's own; fp32, under a backend of ours: as auto, "
         "and a model that rounds its logits to bf16 keeps them in fp32 where a gate of ours runs, as with a named one",
     ),
+    Setting(
+        TABLE,
+        "auto",
+        ("auto", "off"),
+        "table of `sglang-router-ext tune` for `router_ext`: auto, which is also what an empty value means, takes the one that "
+        "stands in the user's configuration for this GPU, if it is of today's kernels; off takes none; a path takes that file, "
+        "and a server does not start with one that is not of this GPU and of today's kernels",
+        path=True,
+    ),
 )
 
 
@@ -34,6 +54,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     enabled: bool
     gate: str
+    table: str
+    """``auto``, ``off`` or an absolute path."""
 
 
 def read(environ: dict[str, str] | None = None) -> Settings:
@@ -42,6 +64,17 @@ def read(environ: dict[str, str] | None = None) -> Settings:
     values = {}
     for setting in SETTINGS:
         value = source.get(setting.name, "").strip() or setting.default
-        expect(value in setting.allowed, setting.name, repr(value), " | ".join(setting.allowed))
+        fits = value in setting.allowed or (setting.path and os.path.isabs(value))
+        expect(fits, setting.name, repr(value), " | ".join(setting.choices))
         values[setting.name] = value
-    return Settings(enabled=values["SGLANG_ROUTER_EXT"] == "1", gate=values["SGLANG_ROUTER_EXT_GATE"])
+    return Settings(
+        enabled=values["SGLANG_ROUTER_EXT"] == "1",
+        gate=values["SGLANG_ROUTER_EXT_GATE"],
+        table=values[TABLE],
+    )
+
+
+def config_dir() -> pathlib.Path:
+    """Where this package looks for what a user made with it: XDG_CONFIG_HOME or ~/.config, below ``sglang-router-ext``."""
+    root = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return pathlib.Path(root) / "sglang-router-ext"

@@ -159,14 +159,22 @@ def _label(line: Line) -> str:
 
 
 def measure(
-    clock: Clock, case: Case, rows: int, gpu: Gpu | None, *, caches: Sequence[str] = CACHES, replays: int = REPLAYS
+    clock: Clock,
+    case: Case,
+    rows: int,
+    gpu: Gpu | None,
+    *,
+    caches: Sequence[str] = CACHES,
+    replays: int = REPLAYS,
+    wanted: Callable[[Line], bool] = lambda line: True,
 ) -> list[Line]:
-    """Time everything there is at one row count, interleaved, once per cache state."""
+    """Time everything there is at one row count that is ``wanted``, interleaved, once per cache state."""
     batch = Batch.make(case, rows, clock.device)
     lines = []
     for cache in caches:
         fields = {"case": case.name, "rows": rows, "cache": cache}
-        entries = [*_theirs(batch, fields), *_ours(batch, gpu, fields)]
+        everything = [*_theirs(batch, fields), *_ours(batch, gpu, fields)]
+        entries = [entry for entry in everything if wanted(entry.line if isinstance(entry, _Candidate) else entry)]
         variants = [entry.variant for entry in entries if isinstance(entry, _Candidate)]
         timed = clock.time(variants, cold=cache == "cold", replays=replays)
         for entry in entries:

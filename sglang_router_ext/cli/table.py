@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
-from sglang_router_ext import settings
+from sglang_router_ext import settings, tuned
 from sglang_router_ext.backends import BACKENDS, GATES
-from sglang_router_ext.choose import Choice, choose, in_force
+from sglang_router_ext.choose import Choice, Tuned, choose, in_force, reasons, unmeasured
 from sglang_router_ext.cli import model as models
 from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
-from sglang_router_ext.designs import DESIGNS, Design, Rows
+from sglang_router_ext.designs import DESIGNS, TABLE, Design, Rows
 
 WIDE = 150
 """Columns of a terminal that ``list`` fills."""
@@ -62,7 +62,8 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
     """Print the table of designs, and the backends that choose among them."""
     if as_json:
         designs = [{**msgspec.to_builtins(design), "source_hash": design.source_hash} for design in DESIGNS]
-        print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES})
+        tables = [_told(found) for found in tuned.find_all()]
+        print_json({"designs": designs, "backends": list(BACKENDS.values()), "gates": GATES, "tables": tables})
         return
     wide = console().width >= WIDE
     shown = LISTED if wide else {name: LISTED[name] for name in NARROW}
@@ -79,6 +80,8 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
         backends.add_row(backend.name, backend.what, ", ".join(backend.designs) or "any with a measured band")
     console().print(backends)
     console().print(f"SGLANG_ROUTER_EXT_GATE: {' | '.join(GATES)}")
+    for found in tuned.find_all():
+        console().print(str(found), markup=False, soft_wrap=True)
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -86,6 +89,43 @@ class Explanation(msgspec.Struct, frozen=True):
 
     rows: Rows
     choice: Choice
+    measured: str = ""
+    """What the choice rests on; see :func:`evidence`."""
+
+
+def _told(found: tuned.Found) -> dict[str, Any]:
+    """A table for ``--json``, without its shapes."""
+    about = {"gpu": found.table.gpu, "time": found.table.time, "versions": found.table.versions} if found.table else {}
+    told = {"path": found.path, "named": found.named, "digest": found.digest, "in_force": not found.against}
+    return {**told, "against": found.against, **about}
+
+
+def _evidence_of(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned | None) -> str:
+    if design.status != "on":
+        return "on trial"
+    if bands is not None:
+        return "tuned here" if rows <= bands.last else "not measured"
+    ends = (band.last for one in DESIGNS for band in one.bands.get(gpu.name, ()) if not unmeasured(one, problem, gpu))
+    far = all(end is not None and rows > end for end in ends)
+    return "not measured" if far or unmeasured(design, problem, gpu) else "on record"
+
+
+def evidence(problem: Problem, rows: int, gpu: Gpu | None, choice: Choice, bands: Tuned | None) -> str:
+    """What says that ``choice`` is a good one: bands that were ``tuned here``, those of the package (``on record``), or nothing
+    (``not measured``; ``on trial``: a design that runs because it is named). Of SGLang's path: what said so of the designs that
+    could have run, and ``-`` where none could.
+    """
+    if gpu is None:
+        return "-"
+    stages = {"gate": choice.gate, "selection": choice.selection}
+    found = {stage: _evidence_of(TABLE[name], problem, rows, gpu, bands) for stage, name in stages.items() if name != "host"}
+    if len(set(found.values())) > 1:
+        return ", ".join(f"{stage} {text}" for stage, text in found.items())
+    if found:
+        return next(iter(found.values()))
+    able = (design for design in DESIGNS if design.target and design.status == "on")
+    known = {_evidence_of(d, problem, rows, gpu, bands) for d in able if not reasons(d, problem, rows, gpu)}
+    return next((text for text in ("tuned here", "on record", "not measured") if text in known), "-")
 
 
 def explain_rows(
@@ -97,26 +137,30 @@ def explain_rows(
     unavailable: dict[str, str],
     *,
     plan: bool = True,
+    bands: Tuned | None = None,
 ) -> list[Explanation]:
-    """The choice at each of ``rows``, or at every range of row counts in which it is the same."""
+    """The choice at each of ``rows``, or at every range of row counts in which it is the same. ``bands``: tuned ones."""
 
-    def at(count: int) -> Choice:
-        return choose(problem, count, gpu, backend=backend, gate=gate, unavailable=unavailable, plan=plan)
+    def at(first: int, last: int | None) -> Explanation:
+        choice = choose(problem, first, gpu, backend=backend, gate=gate, unavailable=unavailable, plan=plan, tuned=bands)
+        shown = evidence(problem, first, gpu, choice, bands) if backend is not None else "-"
+        return Explanation(Rows(first, last), choice, shown)
 
     if rows is not None:
-        return [Explanation(Rows(count, count), at(count)) for count in rows]
-    bands = [band for design in DESIGNS for band in (*design.bands.values(), *design.bands_without_plan.values())]
-    spans = [*(design.rows for design in DESIGNS), *(span for band in bands for span in band)]
+        return [at(count, count) for count in rows]
+    known = [band for design in DESIGNS for band in (*design.bands.values(), *design.bands_without_plan.values())]
+    known += [] if bands is None else [band for _, band in (*bands.bands, *bands.bands_without_plan)]
+    spans = [*(design.rows for design in DESIGNS), *(span for band in known for span in band)]
+    spans += [] if bands is None else [Rows(1, bands.last)]
     edges = {1} | {span.first for span in spans} | {span.last + 1 for span in spans if span.last is not None}
     starts = sorted(edges)
     found: list[Explanation] = []
     for first, following in zip(starts, [*starts[1:], None], strict=True):
-        choice = at(first)
-        last = None if following is None else following - 1
-        if found and str(found[-1].choice) == str(choice):
-            found[-1] = Explanation(Rows(found[-1].rows.first, last), found[-1].choice)
+        new = at(first, None if following is None else following - 1)
+        if found and (str(found[-1].choice), found[-1].measured) == (str(new.choice), new.measured):
+            found[-1] = msgspec.structs.replace(found[-1], rows=Rows(found[-1].rows.first, new.rows.last))
         else:
-            found.append(Explanation(Rows(first, last), choice))
+            found.append(new)
     return found
 
 
@@ -155,7 +199,9 @@ def explain(
     counts = None if rows is None else parse_rows(rows)
     listed = 0 if counts is None else len(counts)
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
-    found = explain_rows(problem, where, ours, asked, counts, unavailable, plan=plan)
+    table = tuned.find(where)
+    bands = None if table is None or elsewhere else table.tuned(problem)
+    found = explain_rows(problem, where, ours, asked, counts, unavailable, plan=plan, bands=bands)
     logits, shown = models.logits_of(problem, asked), in_force(problem, asked)[0]
     if as_json:
         about = {
@@ -166,6 +212,7 @@ def explain(
             "logits": logits,
             "plan": plan,
             "note": note,
+            "table": None if table is None else {**_told(table), "has_this_shape": bands is not None},
         }
         print_json({**about, "rows": found})
         return
@@ -178,16 +225,19 @@ def explain(
         out.print(f"logits   {logits}", markup=False)
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
+    if table is not None:
+        absent = "" if bands is not None or table.against else "; this shape is not in it: the package's records stand for it"
+        out.print(f"bands    {table}{absent}", markup=False, soft_wrap=True)
     if not read.enabled:
         out.print(
             "note     SGLANG_ROUTER_EXT=0 turns the plugin off: SGLang runs stock; below is what it would do", markup=False
         )
-    table = Table(title="what runs", title_justify="left")
-    for name in ("rows", "gate", "selection"):
-        table.add_column(name)
+    shown_rows = Table(title="what runs", title_justify="left")
+    for name in ("rows", "gate", "selection", "measured"):
+        shown_rows.add_column(name)
     for entry in found:
-        table.add_row(str(entry.rows), entry.choice.gate, entry.choice.selection)
-    out.print(table)
+        shown_rows.add_row(str(entry.rows), entry.choice.gate, entry.choice.selection, entry.measured)
+    out.print(shown_rows)
     out.print("host: SGLang's own path")
     losers = Table(title="why others do not", title_justify="left")
     for name in ("design", "rows", "reasons"):

@@ -135,6 +135,9 @@ def activate(demand: Demand) -> None:
     except hooks.HookError as error:
         preflight.stop(demand, [str(error)])
     logger.info("sglang-router-ext: %s, %d hooks live", demand, len(rows))
+    found = preflight.tuned_table(preflight.detect_gpu()) if demand.backends else None
+    if found is not None and not found.against:
+        logger.info("sglang-router-ext: %s", found)
 
 
 def _announce(demand: Demand, role: str, ranks: Any) -> None:

@@ -83,7 +83,8 @@ class Kernels:
     def route(self, problem: Problem, device: torch.device, **options: Any) -> Route:
         """A bound route for one layer; ``options`` as :class:`Route` takes them."""
         gpu = preflight.detect_gpu(device.index)
-        return Route(problem, gpu, **{**options, "unavailable": {**preflight.unavailable(), **options["unavailable"]}})
+        options["unavailable"] = {**preflight.unavailable(), **options["unavailable"]}
+        return Route(problem, gpu, tuned=preflight.tuned_bands(problem, gpu), **options)
 
 
 class Request(NamedTuple):
@@ -221,7 +222,7 @@ class Layer:
             problem = problem_of(weight, config, hidden.dtype, logits_dtype=logits, image_bias=self.image_bias)
             self._route, self._spares = self._route_of(problem, hidden.device, {}), {}
             self._bound = key
-            if any(self._route.plans(rows) for rows in (1, PLAN_ROWS)):
+            if any(self._route.plans(rows, plan=plan) for rows in range(1, PLAN_ROWS + 1) for plan in (True, False)):
                 self.request.executor.prepare(hidden.device)
         return self._route
 

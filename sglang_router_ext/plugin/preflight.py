@@ -15,10 +15,11 @@ import sys
 
 import msgspec
 
-from sglang_router_ext import TESTED_SGLANG
+from sglang_router_ext import TESTED_SGLANG, settings, tuned
 from sglang_router_ext.backends import BACKENDS, GATE_MODES
 from sglang_router_ext.bench import machine
-from sglang_router_ext.contract import Gpu, expect
+from sglang_router_ext.choose import Tuned
+from sglang_router_ext.contract import Gpu, Problem, expect
 from sglang_router_ext.designs import TABLE, Design
 from sglang_router_ext.plugin import hooks
 
@@ -108,6 +109,23 @@ def unavailable() -> dict[str, str]:
     return {}
 
 
+@functools.cache
+def tuned_table(gpu: Gpu | None) -> tuned.Found | None:
+    """The table of ``tune`` for ``gpu``, good or not: read once, so that all layers of a process have the same bands."""
+    return tuned.find(gpu)
+
+
+@functools.cache
+def tuned_bands(problem: Problem, gpu: Gpu | None) -> Tuned | None:
+    """The bands of ``problem`` in the table that is in force; None: those of the package."""
+    found = tuned_table(gpu)
+    bands = None if found is None else found.tuned(problem)
+    if found is not None and not found.against:
+        said = "by the tuned table" if bands else "not in the tuned table, so by the package's records"
+        logger.info("sglang-router-ext: %s: bands %s (%s)", problem, said, found.digest)
+    return bands
+
+
 def check(gpu: Gpu | None, demand: Demand | None = None) -> list[Finding]:
     """Every reason against running on ``gpu``; without ``demand``, against any backend. Imports the modules that are hooked."""
     demand = demand or Demand()
@@ -124,6 +142,9 @@ def check(gpu: Gpu | None, demand: Demand | None = None) -> list[Finding]:
         designs = BACKENDS[backend].designs or [name for name in TABLE if name != "host"]
         if all(name in lost for name in designs):
             findings.append(Finding(backend, "none of its designs can run here", True))
+    found = tuned_table(gpu) if demand.backends else None
+    if found is not None and found.against:
+        findings.append(Finding(settings.TABLE if found.named else "bands", str(found), found.named))
     if demand.named_gate in lost:
         findings.append(Finding("SGLANG_ROUTER_EXT_GATE", f"{demand.gate}: {lost[demand.gate]}", True))
     return findings
@@ -139,8 +160,14 @@ def require(demand: Demand) -> None:
 def require_alike(demand: Demand, nodes: int) -> None:
     """End the process where the ``nodes`` of one server could choose differently: near-ties would part the ranks of a layer.
 
-    The choice depends on the GPU's name, which nodes of one server share, and on what can be built, which they may not.
+    The choice depends on the GPU's name, which nodes of one server share, and on what can be built, which they may not, and on
+    a tuned table, of which a node knows its own only: SGLang's ranks talk to each other too late to compare them. Whoever names
+    the file vouches that it is the same on every node; the log of each has its digest.
     """
+    found = tuned_table(detect_gpu()) if nodes > 1 and demand.backends else None
+    if found is not None and not found.named and not found.against:
+        ways = f"copy it to every node and name it there by {settings.TABLE}, or take none by {settings.TABLE}=off"
+        stop(demand, [f"{nodes} nodes must choose alike, and what the others have is not known here: {found}; {ways}"])
     lost = unavailable() if nodes > 1 else {}
     if lost:
         stop(demand, [f"{nodes} nodes: every node must be able to build the kernels", *dict.fromkeys(lost.values())])

@@ -1,0 +1,172 @@
+"""From times to bands: which way through the router is fastest at each row count, SGLang's own among them. Pure, no torch.
+
+Two races, since experts that take a plan are spared SGLang's count-and-sort behind the router: with a plan and without one.
+In them are designs that may be chosen by themselves (status ``on``) and their chains, and SGLang's gate or selection with one
+stage of ours. The last are not timed. They count as SGLang's pair, with the time of the stage that is ours in place of that of
+SGLang's same stage. That is good enough against SGLang's pair itself, of which it differs by one stage; against a way that was
+timed it has to be ``ESTIMATE`` times as fast. In the race with a plan, what makes none has SGLang's count-and-sort behind it,
+which takes what it takes behind SGLang's pair.
+
+The fastest way gives a band to each of its designs: a chain ``a+b`` to both, a single stage before or behind SGLang's to its
+one design. Where it is one design for both stages, those that ``choose`` asks after it race on for the second place: their
+bands change nothing where the first can run, and are what to run where it cannot (not built here, no words left in a graph).
+Whatever is not faster than SGLang's gets nothing, and so does everything at a row count where SGLang's was not timed.
+
+A row count between two that were measured is decided by the larger one: under CUDA graphs SGLang pads a batch up to the next
+size that it captured, and a design that ends at 16 rows must not be chosen at 17 because of what it did at 16. So a winner at
+n has the rows from behind the measured count before n up to n, and nothing past the largest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from sglang_router_ext.bench.record import HOST, PLANNED, ROUTER
+from sglang_router_ext.choose import ORDER
+from sglang_router_ext.designs import PLAN_STAGE, TABLE, Rows
+
+ESTIMATE = 1.1
+"""Stages overlap, or do not, in other ways than in SGLang's pair: some 0.5 us of 6."""
+
+
+class Time(NamedTuple):
+    """A median in microseconds of one design, chain (``a+b``) or peer at one row count."""
+
+    rows: int
+    design: str
+    stages: str
+    us: float
+    ours: bool
+
+
+class Way(NamedTuple):
+    """A way through the router: one design for both stages, or one each, of which one may be ``host``."""
+
+    gate: str
+    selection: str
+    us: float
+    estimated: bool = False
+
+    @property
+    def designs(self) -> tuple[str, ...]:
+        """Those of ours."""
+        return tuple(dict.fromkeys(name for name in (self.gate, self.selection) if name != "host"))
+
+    @property
+    def place(self) -> int:
+        """Of the design that ``choose`` asks first."""
+        return min(ORDER.index(name) for name in self.designs)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Smaller is better."""
+        return self.us * (ESTIMATE if self.estimated else 1.0), self.place
+
+    def __str__(self) -> str:
+        return self.gate if self.gate == self.selection else f"{self.gate}+{self.selection}"
+
+
+class Race(msgspec.Struct, frozen=True, kw_only=True):
+    """One row count of a race, for people."""
+
+    rows: int
+    host_us: float | None
+    """SGLang's; None where it was not timed."""
+    ours: str = ""
+    """The best way that is not SGLang's alone, whether or not it is faster; "" where there is none."""
+    ours_us: float | None = None
+    estimated: bool = False
+
+
+class Found(NamedTuple):
+    """What came of one race: its row counts, and the bands of the designs that have any."""
+
+    races: tuple[Race, ...]
+    bands: dict[str, tuple[Rows, ...]]
+
+
+def races_alone(design: str) -> bool:
+    """Whether a line of ``design``, or a chain of several, is in the race: each may be chosen without being named."""
+    return all(name in ORDER and TABLE[name].status == "on" for name in design.split("+"))
+
+
+def is_wanted(design: str, *, ours: bool) -> bool:
+    """Whether a race reads the times of ``design``."""
+    return races_alone(design) if ours else design in HOST.values()
+
+
+def ways(times: Iterable[Time], *, plan: bool, rounded: bool = False) -> tuple[float | None, list[Way]]:
+    """SGLang's time at one row count (None: not timed) and every way of ours, from all ``times`` there.
+
+    ``rounded``: the model rounds its logits, so that no single stage goes with SGLang's other one.
+    """
+    times = list(times)
+    theirs = {time.stages: time.us for time in times if not time.ours and HOST.get(time.stages) == time.design}
+    pair, planned = theirs.get(ROUTER), theirs.get(PLANNED)
+    align = None if pair is None or planned is None else max(0.0, planned - pair)
+    found = []
+    for time in times:
+        if not time.ours or not races_alone(time.design):
+            continue
+        names, stages = time.design.split("+"), time.stages.split("+")
+        plans = PLAN_STAGE in stages
+        if plans and not plan:
+            continue  # says nothing of itself without one
+        if plan and not plans and any(TABLE[name].plans for name in names):
+            continue  # it would make one
+        if plans and planned is None:
+            continue  # nothing to be faster than
+        router = [stage for stage in stages if stage != PLAN_STAGE]
+        if len(router) == 2:
+            way = Way(names[0], names[-1], time.us)
+        elif rounded or pair is None or router[0] not in theirs:
+            continue
+        else:
+            place = (names[0], "host") if router == ["gate"] else ("host", names[0])
+            way = Way(*place, pair - theirs[router[0]] + time.us, estimated=True)
+        behind = align or 0.0 if plan and not plans else 0.0
+        found.append(way._replace(us=round(way.us + behind, 3)))
+    return planned if plan and planned is not None else pair, found
+
+
+def places(host_us: float | None, found: Sequence[Way]) -> list[Way]:
+    """The winner and, behind one design for both stages, whoever is next: see the top of this file. Empty: SGLang's."""
+    left = [way for way in found if host_us is not None and way.us < host_us]
+    taken: list[Way] = []
+    while left:
+        best = min(left, key=lambda way: way.rank)
+        taken.append(best)
+        left = [way for way in left if way.place > best.place] if best.gate == best.selection else []
+    return taken
+
+
+def bands(winners: Mapping[int, Iterable[str]]) -> dict[str, tuple[Rows, ...]]:
+    """Measured row count -> designs that win there, as bands: rows up to a measured count belong to it. Neighbours merge."""
+    found: dict[str, list[Rows]] = {}
+    before = 0
+    for rows in sorted(winners):
+        for name in winners[rows]:
+            mine = found.setdefault(name, [])
+            if mine and mine[-1].last == before:
+                mine[-1] = Rows(mine[-1].first, rows)
+            else:
+                mine.append(Rows(before + 1, rows))
+        before = rows
+    return {name: tuple(found[name]) for name in sorted(found, key=ORDER.index)}
+
+
+def race(times: Sequence[Time], rows: Iterable[int], *, plan: bool, rounded: bool = False) -> Found:
+    """The race at ``rows``, with a plan or without: counts at which nothing was timed are SGLang's."""
+    shown, winners = [], {}
+    for count in sorted(set(rows)):
+        host_us, found = ways((time for time in times if time.rows == count), plan=plan, rounded=rounded)
+        winners[count] = [name for way in places(host_us, found) for name in way.designs]
+        best = min(found, key=lambda way: way.rank, default=None)
+        run = Race(rows=count, host_us=host_us)
+        if best is not None:
+            run = Race(rows=count, host_us=host_us, ours=str(best), ours_us=best.us, estimated=best.estimated)
+        shown.append(run)
+    return Found(tuple(shown), bands(winners))
