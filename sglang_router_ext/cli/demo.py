@@ -14,11 +14,10 @@ import typer
 from sglang_router_ext import demo as demonstration
 from sglang_router_ext import settings
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
+from sglang_router_ext.contract import expect
 
 if TYPE_CHECKING:
-    from sglang_router_ext.demo.cpu import CpuReport
-    from sglang_router_ext.demo.launches import LaunchReport
-    from sglang_router_ext.demo.serve import ServeReport
+    from sglang_router_ext.demo.show import Report
 
 
 Model = Annotated[
@@ -42,7 +41,7 @@ def _stop(*_: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _report(name: str, run: Callable[..., CpuReport | ServeReport | LaunchReport], *, as_json: bool) -> None:
+def _report(name: str, run: Callable[..., Report], *, as_json: bool) -> None:
     """Do ``run`` with progress and show what comes of it. Ends the command: status 1 where something does not agree."""
     from sglang_router_ext.demo.worker import EngineFailed
 
@@ -77,14 +76,27 @@ def demo(
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="draw the weights on the GPU, for more than a disk takes")
     ] = False,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="the time to the first token of prompts of 8,192 tokens, instead of decode steps")
+    ] = False,
+    prompts: Annotated[int | None, typer.Option(help="with --prefill: how many; else 8")] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="whether tokens keep their experts in other batches, instead of decode steps"),
+    ] = False,
     record: Record = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a small model twice, stock and with the plugin, and compare; without a GPU, compare SGLang's modules on the CPU."""
+    expect(not (prefill and deterministic), "deterministic", "prefill beside it", "one of the two")
+    expect(prefill or prompts is None, "prompts", prompts, "none without --prefill")
     if not settings.read().enabled:
         typer.echo("SGLANG_ROUTER_EXT=0 does not hold here: the demo runs SGLang with the plugin and without it", err=True)
+    run: Callable[..., Report] = demonstration.alone_and_among if deterministic else demonstration.run
+    if prefill:
+        run = functools.partial(demonstration.first_tokens, prompts=prompts)
     call = functools.partial(
-        demonstration.run,
+        run,
         model=model,
         layers=layers,
         moe_intermediate=moe_intermediate,

@@ -3,6 +3,8 @@
 checkpoint.py   small models with the routers of GLM-5.3-Flash and others, from seeds; weights.py draws it inside an engine
 quantise.py     their weights in FP8 and NVFP4
 serve.py        with a GPU: two real engines, same prompts; worker.py is a process of one, engine.py runs in it
+prefill.py      the time to the first token of long prompts: ``--prefill``
+determinism.py  whether experts depend on the batch: ``--deterministic``
 launches.py     engines launched several times in mixed order: ``serve-bench``
 compare.py      whether their tokens agree
 pace.py         which is faster, by the clock and on the GPU; trace.py reads the profiles
@@ -14,12 +16,15 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_router_ext.demo.checkpoint import Size
     from sglang_router_ext.demo.cpu import CpuReport
+    from sglang_router_ext.demo.determinism import DeterminismReport
     from sglang_router_ext.demo.launches import LaunchReport
+    from sglang_router_ext.demo.prefill import PrefillReport
     from sglang_router_ext.demo.serve import ServeReport
 
 MODEL, LAYERS, MOE_INTERMEDIATE, BACKEND = "glm", 4, 64, "router_ext_pair"
@@ -90,6 +95,69 @@ def launch(
     if record and report.agrees:
         records.write([launching.record_of(report)])
     return report
+
+
+def first_tokens(
+    *,
+    model: str = MODEL,
+    layers: int = LAYERS,
+    moe_intermediate: int = MOE_INTERMEDIATE,
+    backend: str = BACKEND,
+    prompts: int | None = None,
+    quantization: str = "none",
+    keep: pathlib.Path | None = None,
+    in_memory: bool = False,
+    record: bool = False,
+    say: Callable[[str], None] = print,
+) -> PrefillReport:
+    """Time to the first token of ``prompts`` long prompts; the rest as :func:`run`, but a GPU is needed."""
+    from sglang_router_ext.contract import expect
+    from sglang_router_ext.demo import prefill
+
+    size = size_of(layers, moe_intermediate, [backend], quantization=quantization, in_memory=in_memory, model=model)
+    count = prefill.PROMPTS if prompts is None else prompts
+    expect(prefill.FEWEST <= count <= prefill.MOST, "prompts", count, f"{prefill.FEWEST} to {prefill.MOST}")
+    records = _records("prefill", record=record)
+    report = prefill.run(size, backend, count, say, keep=keep, in_memory=in_memory)
+    if record and report.agrees:
+        records.write([prefill.record_of(report)])
+    return report
+
+
+def alone_and_among(
+    *,
+    model: str = MODEL,
+    layers: int = LAYERS,
+    moe_intermediate: int = MOE_INTERMEDIATE,
+    backend: str = BACKEND,
+    quantization: str = "none",
+    keep: pathlib.Path | None = None,
+    in_memory: bool = False,
+    record: bool = False,
+    say: Callable[[str], None] = print,
+) -> DeterminismReport:
+    """Whether experts depend on the batch under deterministic inference; the rest as :func:`run`, but a GPU is needed."""
+    from sglang_router_ext.demo import determinism
+
+    size = size_of(layers, moe_intermediate, [backend], quantization=quantization, in_memory=in_memory, model=model)
+    records = _records("deterministic", record=record)
+    report = determinism.run(size, backend, say, keep=keep, in_memory=in_memory)
+    if record and report.agrees:
+        records.write([determinism.record_of(report)])
+    return report
+
+
+def _records(option: str, *, record: bool) -> ModuleType:
+    """Where results go; refuses ``option`` without a GPU, and records that could not be written."""
+    import torch
+
+    from sglang_router_ext.bench import record as records
+    from sglang_router_ext.contract import expect
+
+    expect(torch.cuda.is_available(), option, "no CUDA GPU", "a machine with one: nothing is served without")
+    if record:
+        records.check_writable(torch.cuda.get_device_name())
+    return records
 
 
 def run(

@@ -7,6 +7,8 @@ the process. ``worker.py`` is the only caller.
 
 from __future__ import annotations
 
+import base64
+import os
 import pathlib
 import random
 import sys
@@ -38,13 +40,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     work: str
     """Folder for traces."""
+    prompt_tokens: int = PROMPT_TOKENS
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """Greedy tokens of ``sequences`` prompts, ``size`` at a time; the answer is a :class:`~.compare.Run`."""
+    """Greedy tokens of ``sequences`` prompts, ``size`` at a time; the answer is a :class:`~.compare.Run`.
+
+    ``shifted``: behind the first prompt of a batch comes a short one, so that the chunks of those after it end elsewhere. It
+    comes second since a scheduler that is idle takes the first one alone.
+    """
 
     size: int
     sequences: int
+    shifted: bool = False
+
+
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """As :class:`Tokens`, with the experts of every token; the answer is :class:`Routes`."""
+
+    size: int
+    sequences: int
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """Greedy tokens, and where SGLang's capture saw each token go."""
+
+    tokens: list[list[int]]
+    """[sequence][step]"""
+    experts: list[bytes]
+    """[sequence]: int32 ids of [row, layer, slot], layers without experts too. A row is a token that was read: all but the
+    last."""
 
 
 class Time(msgspec.Struct, frozen=True, tag=True):
@@ -53,10 +78,19 @@ class Time(msgspec.Struct, frozen=True, tag=True):
     size: int
 
 
+class First(msgspec.Struct, frozen=True, tag=True):
+    """Milliseconds to the first token of one prompt, which is served alone, by the clock of the caller."""
+
+    number: int
+    """Which of the prompts."""
+
+
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """A torch profiler trace of PROFILED_STEPS decode steps, GPU activity only; the answer is the file."""
+    """A torch profiler trace of a prefill and the decode steps after it, GPU activity only; the answer is the file."""
 
     size: int
+    tokens: int = PROFILED_TOKENS
+    """Of each sequence; 1: the prefill alone."""
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):
@@ -67,13 +101,18 @@ class Change(msgspec.Struct, frozen=True, tag=True):
     layouts: bool = True
 
 
-Request = Tokens | Time | Profile | Change
+class Paths(msgspec.Struct, frozen=True, tag=True):
+    """What the plugin's counters saw since the start, a text for each path; none where it is not loaded."""
+
+
+Request = Tokens | Routed | Time | First | Profile | Change | Paths
+Answer = Run | Routes | list[str] | float | str | None
 
 
 def prompts(plan: Plan, count: int) -> list[list[int]]:
     """The same for every engine: token ids from a fixed seed."""
     chosen = random.Random(7)
-    return [[chosen.randrange(2, plan.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    return [[chosen.randrange(2, plan.vocabulary) for _ in range(plan.prompt_tokens)] for _ in range(count)]
 
 
 class Session:
@@ -92,38 +131,64 @@ class Session:
         for size in self.plan.batches:
             self._generate(prompts(self.plan, size), SHORT)
 
-    def answer(self, request: Request) -> Run | float | str | None:
+    def answer(self, request: Request) -> Answer:
         match request:
             case Tokens():
-                return self._tokens(request.size, request.sequences)
+                return self._tokens(request.size, request.sequences, shifted=request.shifted)
+            case Routed():
+                return self._routed(request.size, request.sequences)
             case Time():
                 return self._step_ms(request.size)
+            case First():
+                return self._first_ms(request.number)
             case Profile():
-                return self._profile(request.size)
+                return self._profile(request.size, request.tokens)
             case Change():
                 self._change(request.function, layouts=request.layouts)
                 return None
+            case Paths():
+                return _paths()
 
-    def _generate(self, batch: list[list[int]], tokens: int, *, tops: bool = False, held: bool = False) -> list[dict]:
-        """Exactly ``tokens`` greedy tokens for each prompt of ``batch``, which runs as one.
+    def _generate(
+        self, batch: list[list[int]], tokens: int, *, tops: bool = False, held: bool = False, routed: bool = False
+    ) -> list[dict]:
+        """Exactly ``tokens`` greedy tokens for each prompt of ``batch``, which runs as one; ``routed``: with their experts.
 
         ``held``: the prompt's last token every time, whatever the model says. Engines whose near-ties fall differently part
         soon, and other tokens mean other experts, and more or fewer of them to read: their times would not compare.
         """
         wanted = {"return_logprob": True, "top_logprobs_num": TOPS} if tops else {}
+        wanted |= {"return_routed_experts": True} if routed else {}
         greedy = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         held_to = [{"logit_bias": {str(prompt[-1]): HOLD}} if held else {} for prompt in batch]
         return self.engine.generate(input_ids=batch, sampling_params=[greedy | more for more in held_to], **wanted)
 
-    def _tokens(self, size: int, sequences: int) -> Run:
-        listed = prompts(self.plan, sequences)
+    def _tokens(self, size: int, sequences: int, *, shifted: bool) -> Run:
         answers: list[dict] = []
-        for first in range(0, sequences, size):
-            answers += self._generate(listed[first : first + size], self.plan.tokens, tops=True)
+        for batch in self._batches(size, sequences):
+            between = [batch[0][:PROMPT_TOKENS]] if shifted else []
+            found = self._generate([*batch[:1], *between, *batch[1:]], self.plan.tokens, tops=True)
+            answers += [*found[:1], *found[1 + len(between) :]]
         return Run(
             [answer["output_ids"] for answer in answers],
             [[{entry[1]: entry[0] for entry in step} for step in _tops(answer)] for answer in answers],
         )
+
+    def _routed(self, size: int, sequences: int) -> Routes:
+        batches = self._batches(size, sequences)
+        answers = [one for batch in batches for one in self._generate(batch, self.plan.tokens, routed=True)]
+        experts = [base64.b64decode(answer["meta_info"]["routed_experts"]) for answer in answers]
+        return Routes([answer["output_ids"] for answer in answers], experts)
+
+    def _batches(self, size: int, sequences: int) -> list[list[list[int]]]:
+        listed = prompts(self.plan, sequences)
+        return [listed[first : first + size] for first in range(0, sequences, size)]
+
+    def _first_ms(self, number: int) -> float:
+        prompt = prompts(self.plan, number + 1)[number]
+        started = time.perf_counter()
+        self._generate([prompt], 1)
+        return (time.perf_counter() - started) * 1000
 
     def _step_ms(self, size: int) -> float:
         """The time that LONG tokens take more than SHORT ones, by step: prefill and start-up of a request cancel out."""
@@ -134,11 +199,11 @@ class Session:
         short, long = marks[1] - marks[0], marks[2] - marks[1]
         return (long - short) * 1000 / (LONG - SHORT)
 
-    def _profile(self, size: int) -> str:
+    def _profile(self, size: int, tokens: int) -> str:
         folder = pathlib.Path(self.plan.work) / f"trace-{size}"
         before = {*folder.glob("*.trace.json.gz")}
         self.engine.start_profile(output_dir=str(folder), activities=["GPU"], with_stack=False, record_shapes=False)
-        self._generate(prompts(self.plan, size), PROFILED_TOKENS, held=True)
+        self._generate(prompts(self.plan, size), tokens, held=True)
         self.engine.stop_profile()
         (file,) = {*folder.glob("*.trace.json.gz")} - before
         return str(file)
@@ -159,12 +224,22 @@ def _tops(answer: dict) -> list[list]:
     return answer["meta_info"]["output_top_logprobs"]
 
 
+def _paths() -> list[str]:
+    """From the status files of this engine's processes, which are of one session (of the operating system)."""
+    from sglang_router_ext.plugin import counters
+
+    time.sleep(2 * counters.PERIOD_S)  # a status file is so much behind
+    mine = [status for status in counters.read_live() if os.getsid(status.identity.pid) == os.getsid(0)]
+    listed = [count for status in mine for count in status.counts]
+    return [f"{one.stage}: {one.design} x {one.calls}{f' ({one.reason})' if one.reason else ''}" for one in listed]
+
+
 def main(plan_file: str, answer_file: str) -> None:
     session = Session(msgspec.json.decode(pathlib.Path(plan_file).read_bytes(), type=Plan))
     whole = pathlib.Path(answer_file)
     draft = whole.with_suffix(".draft")
 
-    def put(answer: Run | float | str | None) -> None:
+    def put(answer: Answer) -> None:
         draft.write_bytes(msgspec.json.encode(answer))
         draft.replace(whole)
 

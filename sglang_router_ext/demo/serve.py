@@ -25,7 +25,7 @@ from sglang_router_ext.demo.compare import Comparison, Run, Yardstick, compare, 
 from sglang_router_ext.demo.engine import PROFILED_STEPS, Change, Plan, Profile, Time, Tokens
 from sglang_router_ext.demo.pace import Spread, in_turn, spread
 from sglang_router_ext.demo.trace import RouterTime, StepTime
-from sglang_router_ext.demo.worker import Worker
+from sglang_router_ext.demo.worker import Worker, started
 
 STOCK = "stock"
 RECORD_KIND = "served"
@@ -162,7 +162,7 @@ def run(
     """
     import torch
 
-    started = time.monotonic()
+    began = time.monotonic()
     model = checkpoint.config(size)
     free = free_memory(size, model)
     with folder(keep) as work:
@@ -191,7 +191,7 @@ def run(
         stock,
         same,
         changed,
-        time.monotonic() - started,
+        time.monotonic() - began,
     )
 
 
@@ -299,11 +299,8 @@ def engine_plan(name: str, path: pathlib.Path, model: dict, work: pathlib.Path, 
 
 def _work(workers: list[Worker], say: Callable[[str], None], *, in_memory: bool, marlin: bool = False) -> dict[str, Outcome]:
     """All that is asked of ``workers``, which run together. ``marlin``: their experts' layout cannot be made twice."""
-    with contextlib.ExitStack() as stack:
-        for worker in workers:
-            stack.callback(worker.kill)
-            worker.start()
-        outcomes = {worker.name: Outcome(start_s=worker.wait_ready()) for worker in workers}
+    with started(workers) as seconds:
+        outcomes = {worker.name: Outcome(start_s=seconds[worker.name]) for worker in workers}
         for worker in workers:
             if in_memory:
                 say(f"{worker.name}: drawing weights")

@@ -7,8 +7,10 @@ from rich.table import Table
 
 from sglang_router_ext.demo import pace
 from sglang_router_ext.demo.cpu import CpuReport
+from sglang_router_ext.demo.determinism import PROMPT_TOKENS, DeterminismReport
 from sglang_router_ext.demo.launches import LaunchReport
 from sglang_router_ext.demo.pace import Spread
+from sglang_router_ext.demo.prefill import TOKENS, PrefillReport
 from sglang_router_ext.demo.serve import STOCK, Judged, ServeReport
 from sglang_router_ext.demo.trace import RouterTime, StepTime
 
@@ -17,9 +19,16 @@ MOVED = 4
 """Kernels of a batch size, at most, that are shown for taking another time."""
 
 
-def show(report: CpuReport | ServeReport | LaunchReport, console: Console) -> None:
+Report = CpuReport | ServeReport | LaunchReport | PrefillReport | DeterminismReport
+
+
+def show(report: Report, console: Console) -> None:
     if isinstance(report, CpuReport):
         _show_cpu(report, console)
+    elif isinstance(report, PrefillReport):
+        _show_prefill(report, console)
+    elif isinstance(report, DeterminismReport):
+        _show_determinism(report, console)
     elif isinstance(report, LaunchReport):
         _show_launches(report, console)
     else:
@@ -67,7 +76,7 @@ def _yes(differences: list[str]) -> str:
     return "[red]no[/]" if differences else "yes"
 
 
-def _model(report: ServeReport | LaunchReport) -> str:
+def _model(report: ServeReport | LaunchReport | PrefillReport | DeterminismReport) -> str:
     experts = f"{report.size.experts} experts of {report.size.moe_intermediate}"
     return f"{report.gpu}: SGLang serving {report.problem}, {len(report.size.moe_layers)} MoE layers, {experts}"
 
@@ -183,6 +192,57 @@ def _show_gpu(report: ServeReport, console: Console) -> None:
     console.print(table)
     if not report.replaced:
         console.print("[red]The profile does not show the plugin's kernels at every batch size.[/]")
+
+
+def _show_prefill(report: PrefillReport, console: Console) -> None:
+    console.print(_model(report))
+    stock, ours = report.served[STOCK], report.served[report.backend]
+    clocks = stock.clock_ms, ours.clock_ms
+    turns = "in turn" if report.together else "one engine after the other"
+    title = (
+        f"A prompt of {TOKENS:,} tokens: median (p10 to p90) of {report.prompts} prompts by the clock, {turns}, and of profiles"
+    )
+    table = _numbers(title, "", STOCK, report.backend, "difference")
+    table.add_row(
+        "to the first token", *(clock.text(2, "ms") for clock in clocks), _difference(*clocks, pace.by_clock(*clocks))
+    )
+    spans = [None if one.gpu is None else one.gpu.span_us for one in (stock, ours)]
+    cells = ["[red]not found[/]" if span is None else span.text(0, "us") for span in spans]
+    before, after = spans
+    table.add_row("on the GPU", *cells, _difference(before, after, pace.by_gpu(before, after)) if before and after else "")
+    table.add_row("router of one layer", *(_router(one.router) for one in (stock, ours)))
+    console.print(table)
+    if not report.whole:
+        console.print("[red]The profiles do not show every layer's router once a prompt: prompts may not be one chunk.[/]")
+    console.print(_tokens(report.same))
+    console.print(
+        f"Where the chunks of prompts end elsewhere, stock differs from itself in {report.stock.differing:.0%} of the first"
+        f" tokens, and its log-probabilities by up to {report.stock.shift:.3f} (shift)."
+    )
+    for judged in report.same:
+        _show_differences(judged, console)
+
+
+def _show_determinism(report: DeterminismReport, console: Console) -> None:
+    console.print(_model(report))
+    title = f"The same prompts of {PROMPT_TOKENS} tokens one at a time and among others, while the tokens before are equal"
+    columns = ("engine", "at a time", "tokens", "sequences that part", "expert ids", "ids that differ", "rows that differ")
+    table = _numbers(title, *columns)
+    for name, found in report.found.items():
+        for one in found:
+            apart = (str(count) for count in (one.tokens_apart, one.ids_apart, one.rows_apart))
+            colour = "red" if name == report.backend else "yellow"
+            parted, ids, rows = (text if text == "0" else f"[{colour}]{text}[/]" for text in apart)
+            table.add_row(name, str(one.size), f"{one.tokens:,}", parted, f"{one.ids:,}", ids, f"{rows} of {one.rows:,}")
+    console.print(table)
+    console.print(f"row: a token in a layer. All but {STOCK} run with deterministic inference.")
+    for name, found in report.found.items():
+        for one in found:
+            if one.first:
+                console.print(f"  {name}, {one.size} at a time, differs first in {one.first}")
+    if not report.noticed:
+        console.print("[yellow]Stock as it is does not differ either, so this says little.[/]")
+    console.print(f"Paths of {report.backend}, its start included: {'; '.join(report.ran) or 'none was counted'}")
 
 
 def _step(time: StepTime) -> str:

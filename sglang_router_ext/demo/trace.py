@@ -1,7 +1,7 @@
-"""Decode steps in torch profiler traces of a served model, and which kernels routed in them: microseconds. Imports no torch.
+"""Decode steps and prefills in torch profiler traces of a served model, and which kernels routed in them: microseconds.
 
 A decode step is one replay of a CUDA graph, so its kernels are known by the launch that they share: a kernel outside a graph
-has a launch of its own. The first prefill is outside, and so is what picks the next token after each step.
+has a launch of its own. The first prefill is outside, and so is what picks the next token after each step. Imports no torch.
 
 A selection is found by name, and so is a kernel that is the whole router. The gate GEMM is often a library kernel whose name
 says nothing, so it is found by place: what the selection's stream runs between the norm in front of the MoE block and the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -33,6 +34,10 @@ SORTING = re.compile(r"moe_align|count_and_sort|sort_expert")
 NORM = re.compile(r"norm", re.IGNORECASE)
 LONGEST_GATE = 4
 """Kernels of the slowest gate GEMM that is looked for: casts, the product, and the sum of its parts."""
+ACTIVATION = re.compile(r"act_and_mul|silu", re.IGNORECASE)
+QUANTISING = re.compile(r"quant", re.IGNORECASE)
+LONGEST_PREFILL_GATE = 12
+"""The same with a shared expert in front of it on the same stream, as SGLang has it outside of CUDA graphs."""
 
 
 class Kernel(NamedTuple):
@@ -45,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A decode step on the GPU, over all steps that were seen. Times in microseconds."""
+    """A decode step, or a prefill, on the GPU, over all that were seen. Times in microseconds."""
 
     span_us: Spread
     """From the start of the first kernel to the end of the last."""
@@ -61,13 +66,13 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class RouterTime(msgspec.Struct, frozen=True):
-    """The router of one MoE layer in a decode step."""
+    """The router of one MoE layer in a decode step or a prefill."""
 
     kernels: list[str]
     median_us: float
     """From the start of the first kernel to the end of the last."""
     layers: int
-    """Layers that were seen, over all steps."""
+    """Layers that were seen, over all steps or prefills."""
     sorting: dict[str, float] = {}
     """Name -> how many kernels a layer has beside these that sort its slots by expert."""
 
@@ -101,6 +106,29 @@ def step_time(traces: list[list[Kernel]], steps: int) -> StepTime | None:
     found = [replay for profile in profiles for replay in profile]
     if not found or len(found) < steps * len(traces) / 2:
         return None
+    return _times(profiles)
+
+
+def prefill(listed: list[Kernel]) -> list[Kernel]:
+    """The kernels before the first replay of a graph: SGLang starts a decode step before it knows that nobody wants it."""
+    first = min((step[0].start_us for step in replays(listed)), default=math.inf)
+    return [kernel for kernel in listed if kernel.start_us < first]
+
+
+def prefill_time(traces: list[list[Kernel]]) -> StepTime | None:
+    """The prefills of traces that have one each, launched kernel by kernel; None where one has none."""
+    found = [prefill(listed) for listed in traces]
+    return _times([[one] for one in found]) if found and all(found) else None
+
+
+def prefill_router_time(traces: list[list[Kernel]]) -> RouterTime | None:
+    """The most frequent router of the prefills of ``traces``; None where no selection is known by name."""
+    return _router_time([prefill(listed) for listed in traces], longest=LONGEST_PREFILL_GATE)
+
+
+def _times(profiles: list[list[list[Kernel]]]) -> StepTime:
+    """Of [profile][step] kernels."""
+    found = [step for profile in profiles for step in profile]
     return StepTime(
         spread([_span(step) for step in found]),
         round(statistics.median(_covered(step) for step in found), 2),
@@ -133,8 +161,11 @@ def _covered(listed: list[Kernel]) -> float:
     return covered
 
 
-def routers(listed: list[Kernel]) -> list[list[Kernel]]:
-    """The kernels of each router call, in order; the last one is the selection, or the only one the whole router."""
+def routers(listed: list[Kernel], longest: int = LONGEST_GATE) -> list[list[Kernel]]:
+    """The kernels of each router call, in order; the last one is the selection, or the only one the whole router.
+
+    ``longest``: kernels before a selection that may be its gate's.
+    """
     streams: dict[int, list[Kernel]] = {}
     found = []
     for kernel in listed:
@@ -143,8 +174,11 @@ def routers(listed: list[Kernel]) -> list[list[Kernel]]:
             found.append([kernel])
         if SELECTION.search(kernel.name):
             gate: list[Kernel] = []
-            for earlier in reversed(before[-LONGEST_GATE:]):
+            for earlier in reversed(before[-longest:]):
                 if NORM.search(earlier.name):
+                    break
+                if longest > LONGEST_GATE and ACTIVATION.search(earlier.name):
+                    del gate[: _down(gate)]
                     break
                 gate.insert(0, earlier)
             found.append([*gate, kernel])
@@ -152,13 +186,22 @@ def routers(listed: list[Kernel]) -> list[list[Kernel]]:
     return found
 
 
+def _down(listed: list[Kernel]) -> int:
+    """How many of the kernels behind a shared expert's activation are still that expert's: its last product."""
+    product = next((number for number, kernel in enumerate(listed) if not QUANTISING.search(kernel.name)), len(listed))
+    return product + 1
+
+
 def router_time(traces: list[list[Kernel]]) -> RouterTime | None:
     """The most frequent router of the decode steps; None where no selection is known by name.
 
     Without replays of a graph, that of all steps: the first prefill is one of many.
     """
-    steps = [step for listed in traces for step in replays(listed) or [listed]]
-    calls = [call for step in steps for call in routers(step)]
+    return _router_time([step for listed in traces for step in replays(listed) or [listed]])
+
+
+def _router_time(steps: list[list[Kernel]], longest: int = LONGEST_GATE) -> RouterTime | None:
+    calls = [call for step in steps for call in routers(step, longest)]
     if not calls:
         return None
     names = Counter(tuple(short(kernel.name) for kernel in call) for call in calls)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -111,3 +111,13 @@ class Worker:
                 tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
                 raise EngineFailed(f"the engine {self.name} {cause}; the end of its log:\n{tail}")
             time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def started(workers: Sequence[Worker]) -> Iterator[dict[str, float]]:
+    """Start ``workers`` together: name -> seconds that its start took. What is left of them at the end is killed."""
+    with contextlib.ExitStack() as stack:
+        for worker in workers:
+            stack.callback(worker.kill)
+            worker.start()
+        yield {worker.name: worker.wait_ready() for worker in workers}
