@@ -15,19 +15,22 @@ class Backend(msgspec.Struct, frozen=True):
     designs: tuple[str, ...] = ()
 
 
+_STAGES = ("small_rows", "tensor_core", "cublas_gemm", "split_gemm", "warp_select", "triton_select")
+"""Designs of one stage that a backend takes where none for several covers a case."""
+
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("router_ext", "designs that are on and that records show to beat SGLang's on this GPU at this row count"),
         Backend(
             "router_ext_pair",
-            "the fused pair: a gate GEMM and one selection kernel; past 16 rows cuBLAS's GEMM and that kernel",
-            ("pair", "hash_rows", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
+            "the fused pair: a gate GEMM and one selection kernel; past 16 rows another GEMM and that kernel",
+            ("pair", "hash_rows", *_STAGES),
         ),
         Backend(
             "router_ext_single",
-            "one launch for gate, selection and the experts' plan; past 128 rows cuBLAS's GEMM and the pair's selection",
-            ("single", "pair", "hash_rows", "small_rows", "cublas_gemm", "split_gemm", "warp_select", "triton_select"),
+            "one launch for gate, selection and the experts' plan; past 128 rows a gate GEMM, and two launches for the rest",
+            ("single", "tensor_pair", "pair", "hash_rows", "select_plan", *_STAGES),
         ),
     )
 }

@@ -19,13 +19,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from sglang_router_ext.contract import PLAN_SLOTS, Problem
-from sglang_router_ext.designs import PACKAGE
+from sglang_router_ext.designs import PACKAGE, TABLE
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 """Architectures that the kernels are built for, and the compiler's name of each."""
@@ -240,17 +240,24 @@ def _parse_usage(text: str) -> list[Usage]:
     return found
 
 
-def instances(problem: Problem) -> dict[str, set[str]]:
-    """Header -> instances that serve ``problem`` with 16-byte aligned tensors, as the wrappers would ask for them."""
-    from sglang_router_ext.fused import hash_rows, pair, single
-    from sglang_router_ext.gate import small_rows
+def instances(problem: Problem, arch: int) -> dict[str, set[str]]:
+    """Header -> instances that serve ``problem`` on ``arch`` with 16-byte aligned tensors, as the wrappers ask for them."""
+    from sglang_router_ext.fused import hash_rows, pair, select_plan, single, tensor_pair
+    from sglang_router_ext.gate import small_rows, tensor_core
     from sglang_router_ext.selection import warp_select
 
     vector, wide = problem.experts % 4 == 0, problem.wide
     if problem.hashed:
         return {hash_rows.HEADER: {hash_rows.instance(problem)}}
     kinds = single.FORMATS if problem.slots <= PLAN_SLOTS else ()
-    return {
+    takes = not wide and arch in (TABLE["tensor_core"].archs or ())
+    warpgroups = {
+        tensor_core.HEADER: {tensor_core.instance(problem.experts)},
+        tensor_pair.HEADER: {tensor_pair.instance(problem, vector, kind) for kind in kinds},
+    }
+    planned = {select_plan.instance(problem, vector, kind) for kind in kinds if kind is not None}
+    return (warpgroups if takes else {}) | {
+        select_plan.HEADER: planned,
         single.HEADER: {single.instance(problem, vector, kind) for kind in kinds},
         pair.HEADER: {pair.instance(problem, vector)},
         small_rows.HEADER: {small_rows.instance(problem.experts, problem.hidden, wide)},
@@ -258,8 +265,8 @@ def instances(problem: Problem) -> dict[str, set[str]]:
     }
 
 
-def prebuild(arch: int | None = None) -> Iterator[str]:
-    """Build every catalogue problem's kernels for ``arch`` (None: the GPU found); yields a line for each that is ready.
+def prebuild(arch: int) -> Iterator[str]:
+    """Build every catalogue problem's kernels for ``arch``; yields a line for each that is ready.
 
     Raises :class:`BuildError`. One architecture a process, as SGLang's loader remembers its target.
     """
@@ -267,10 +274,10 @@ def prebuild(arch: int | None = None) -> Iterator[str]:
 
     wanted: dict[str, set[str]] = {}
     for case in CASES.values():
-        for header, some in instances(case.problem).items():
+        for header, some in instances(case.problem, arch).items():
             wanted.setdefault(header, set()).update(some)
     todo = [(header, instance) for header, some in wanted.items() for instance in sorted(some)]
-    with target(arch) if arch is not None else nullcontext():
+    with target(arch):
         for number, (header, instance) in enumerate(todo, 1):
             load(header, instance)
             yield f"{number} of {len(todo)}: {header} {instance}"

@@ -10,8 +10,9 @@ import msgspec
 
 from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import DESIGNS, TABLE, Design, Rows, groups_refused
+from sglang_router_ext.designs import DESIGNS, SELECT_AND_PLAN, TABLE, Design, Rows, groups_refused
 
+BATCHED = "deterministic inference: a row's bits depend on its batch, or other batches take another design"
 ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
 ORDER = tuple(
     design.name
@@ -97,6 +98,7 @@ def reasons(
             f"{problem.weight_dtype} gate weight: takes {' or '.join(design.weight_dtypes)}",
         )
     if "selection" in design.stages:
+        refuse(design.stages == SELECT_AND_PLAN and not plan, "the experts take no plan")
         if design.max_topk is not None:
             refuse(
                 problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
@@ -164,8 +166,10 @@ def choose(
     unavailable: dict[str, str] | None = None,
     plan: bool = True,
     tuned: Tuned | None = None,
+    deterministic: bool = False,
 ) -> Choice:
-    """The design of each stage at ``rows`` rows: longest stage cover first, then the order of the table; else ``host``.
+    """The design of each stage at ``rows`` rows: longest stage cover first, gates with a band before those that are only named,
+    then the order of the table; else ``host``.
 
     A backend's designs count as named for a selection, and for the gate in front of one. A gate before SGLang's own selection
     needs a band, whatever the backend: with nothing but the GEMM replaced, an unmeasured one may well lose.
@@ -173,14 +177,15 @@ def choose(
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
     this machine cannot build. ``plan``: the experts take the plan of a design that makes one. ``tuned``: bands of ``problem``
-    on ``gpu`` that stand in place of the table's.
+    on ``gpu`` that stand in place of the table's. ``deterministic``: no row may depend on its batch, so that one design has all
+    row counts, whether or not it is the fastest at each.
 
     A model that rounds its logits to bf16 has no others behind SGLang's own gate, and selections alone take fp32.
     """
-    choice = _choose(problem, rows, gpu, backend, gate, unavailable or {}, plan, tuned)
+    choice = _choose(problem, rows, gpu, backend, gate, unavailable or {}, plan, tuned, deterministic)
     if problem.logits_dtype == "bfloat16" and choice.gate == "host" != choice.selection:
-        alone = dict.fromkeys((design.name for design in DESIGNS if design.stages == ("selection",)), ROUNDED)
-        return _choose(problem, rows, gpu, backend, gate, {**alone, **(unavailable or {})}, plan, tuned)
+        alone = dict.fromkeys((d.name for d in DESIGNS if "selection" in d.stages and "gate" not in d.stages), ROUNDED)
+        return _choose(problem, rows, gpu, backend, gate, {**alone, **(unavailable or {})}, plan, tuned, deterministic)
     return choice
 
 
@@ -193,6 +198,7 @@ def _choose(
     unavailable: dict[str, str],
     plan: bool,
     tuned: Tuned | None,
+    deterministic: bool,
 ) -> Choice:
     expect(backend is None or backend in BACKENDS, "backend", backend, " | ".join(BACKENDS))
     expect(gate in GATES, "SGLANG_ROUTER_EXT_GATE", gate, " | ".join(GATES))
@@ -202,7 +208,9 @@ def _choose(
 
     def runs(design: Design, *, named: bool) -> bool:
         if design.name not in losers:
-            found = reasons(design, problem, rows, gpu, named=named, plan=plan, tuned=tuned)
+            found = reasons(design, problem, rows, gpu, named=named or deterministic, plan=plan, tuned=tuned)
+            if deterministic and not design.any_batch:
+                found.append(BATCHED)
             if design.name in unavailable:
                 found.append(unavailable[design.name])
             if not found:
@@ -213,7 +221,8 @@ def _choose(
     chosen = dict.fromkeys(STAGES, "host")
     if backend is not None:
         taken = {} if gate == "auto" else {"gate": f"SGLANG_ROUTER_EXT_GATE={gate}"}
-        for design in (TABLE[name] for name in ORDER):
+        banded = {name for name in ORDER if not reasons(TABLE[name], problem, rows, gpu, named=False, plan=plan, tuned=tuned)}
+        for design in sorted(map(TABLE.__getitem__, ORDER), key=lambda d: d.stages == ("gate",) and d.name not in banded):
             named = bool(designs) and (design.stages != ("gate",) or chosen["selection"] != "host")
             covered = [taken[stage] for stage in design.stages if stage in taken]
             if design.name == gate:

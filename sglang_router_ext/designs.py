@@ -93,6 +93,8 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     """A row's result is bitwise the same whatever else is in the batch."""
     graph_safe: bool = True
     status: str = "trial"
+    twins: tuple[str, ...] = ()
+    """Designs that give the same bits one after the other, whatever the batch."""
     sources: tuple[str, ...] = ()
     """Files, relative to this package, whose change makes its records stale."""
 
@@ -103,6 +105,11 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def plans(self) -> bool:
         return PLAN_STAGE in self.stages
+
+    @property
+    def any_batch(self) -> bool:
+        """Whether a row's result is bitwise the same in every batch there can be."""
+        return self.row_stable and (self.rows == Rows(1) or bool(self.twins))
 
     @property
     def compiled(self) -> bool:
@@ -142,11 +149,19 @@ def source_hash(sources: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
+SELECT_AND_PLAN = ("selection", PLAN_STAGE)
+"""Stages of a design that selects from anyone's logits and makes the plan."""
+
 _DEVICE = ("device/launch.cuh", "device/order.cuh", "device/score.cuh")
 _SMALL_ROWS = ("gate/small_rows.cuh", "gate/small_rows.py", *_DEVICE)
 _WARP_SELECT = (
     *("selection/warp_select.cuh", "selection/groups.cuh", "selection/row.cuh", "selection/warp_select.py"),
     *_DEVICE,
+)
+_TENSOR_CORE = ("gate/tensor_core.cuh", "gate/tensor_core.py", "device/hopper.cuh", "device/launch.cuh")
+_SELECT_PLAN = (
+    *("fused/select_plan.cuh", "fused/select_plan.py", "plan/many_blocks.cuh", "plan/one_block.cuh"),
+    *("fused/single.py", *_WARP_SELECT),
 )
 
 DESIGNS: tuple[Design, ...] = (
@@ -181,6 +196,27 @@ DESIGNS: tuple[Design, ...] = (
         measured_dtypes=("bfloat16", "float32"),
         measured_scores=SCORES,
         measured_groups=True,
+    ),
+    Design(
+        name="tensor_pair",
+        stages=("gate", "selection", PLAN_STAGE),
+        target="fused.tensor_pair:tensor_pair",
+        what="tensor_core and warp_select chained by PDL, K slices handed over unreduced; the plan in a third launch",
+        archs=(90,),
+        max_experts=1024,
+        group_experts=32,
+        scores=SCORES,
+        image_bias=True,
+        packs=True,
+        max_topk=24,
+        hidden_multiple=8,
+        max_hidden=65536,
+        rows=Rows(1, 2048),
+        numerics=Numerics.NEAR_TIE,
+        chain=8,
+        row_stable=True,
+        twins=("tensor_core", "warp_select"),
+        sources=("fused/tensor_pair.cuh", "fused/tensor_pair.py", *_SELECT_PLAN, *_TENSOR_CORE),
     ),
     Design(
         name="pair",
@@ -231,6 +267,23 @@ DESIGNS: tuple[Design, ...] = (
         sources=("fused/hash_rows.cuh", "fused/hash_rows.py", *_WARP_SELECT),
     ),
     Design(
+        name="select_plan",
+        stages=SELECT_AND_PLAN,
+        target="fused.select_plan:select_plan",
+        what="warp_select that counts, and the experts' plan from these counts: two launches for any number of rows",
+        archs=HOPPER_UP,
+        max_experts=1024,
+        group_experts=32,
+        scores=SCORES,
+        image_bias=True,
+        packs=True,
+        max_topk=24,
+        numerics=Numerics.EXACT_IDS,
+        row_stable=True,
+        twins=("warp_select",),
+        sources=_SELECT_PLAN,
+    ),
+    Design(
         name="small_rows",
         stages=("gate",),
         target="gate.small_rows:small_rows",
@@ -257,6 +310,19 @@ DESIGNS: tuple[Design, ...] = (
         chain=4,
         row_stable=False,
         sources=("gate/cublas_gemm.py",),
+    ),
+    Design(
+        name="tensor_core",
+        stages=("gate",),
+        target="gate.tensor_core:tensor_core",
+        what="GEMM of warpgroups for any number of rows, one order of additions for all of them",
+        archs=(90,),
+        hidden_multiple=8,
+        max_hidden=65536,
+        numerics=Numerics.LOGIT_BOUND,
+        chain=8,
+        row_stable=True,
+        sources=_TENSOR_CORE,
     ),
     Design(
         name="split_gemm",

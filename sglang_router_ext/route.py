@@ -44,11 +44,13 @@ def _choose(
     gate: str,
     unavailable: tuple[tuple[str, str], ...],
     tuned: Tuned | None,
+    deterministic: bool,
     rows: int,
     plan: bool,
 ) -> Choice:
     """Shared by the layers of a model, whose questions are the same; bounded, because prefills come in all row counts."""
-    return choose(problem, rows, gpu, backend=backend, gate=gate, unavailable=dict(unavailable), plan=plan, tuned=tuned)
+    asked: dict[str, Any] = {"unavailable": dict(unavailable), "plan": plan, "tuned": tuned, "deterministic": deterministic}
+    return choose(problem, rows, gpu, backend=backend, gate=gate, **asked)
 
 
 class Route:
@@ -66,10 +68,11 @@ class Route:
         gate: str = "auto",
         unavailable: dict[str, str] | None = None,
         tuned: Tuned | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.problem, _ = in_force(problem, gate)
         lost = tuple(sorted((unavailable or {}).items()))
-        self._choose = functools.partial(_choose, problem, gpu, backend, gate, lost, tuned)
+        self._choose = functools.partial(_choose, problem, gpu, backend, gate, lost, tuned, deterministic)
 
     def choice(self, rows: int, *, plan: bool = True) -> Choice:
         """The designs at ``rows`` rows, which must be the global row count where ranks hold parts of a batch. ``plan``: the
@@ -79,8 +82,7 @@ class Route:
 
     def plans(self, rows: int, *, plan: bool = True) -> bool:
         """Whether the design at ``rows`` rows can make a plan."""
-        fused = self.choice(rows, plan=plan).fused
-        return fused is not None and TABLE[fused].plans
+        return TABLE[self.choice(rows, plan=plan).selection].plans
 
     def __call__(
         self,
@@ -110,7 +112,7 @@ class Route:
         logits = launcher(choice.gate)(hidden, weight)
         if choice.selection == "host":
             return Routed(logits, None, None)
-        return Routed(logits, *self.select(logits, bias, **more))
+        return Routed(logits, *self.select(logits, bias, form=form, **more))
 
     def select(
         self,
@@ -120,11 +122,18 @@ class Route:
         num_token_non_padded: torch.Tensor | None = None,
         tokens: Tokens | None = None,
         packed: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The selection alone, for logits [rows, experts] fp32 that the host made: (ids, weights), or (None, None)."""
-        selection = self.choice(len(logits), plan=False).selection
+        form: PlanForm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor] | None]:
+        """The selection alone, for logits [rows, experts] fp32 that the host made: ids, weights and the plan, if the design
+        makes one; or nothing of it.
+        """
+        selection = self.choice(len(logits), plan=form is not None).selection
         if "gate" in TABLE[selection].stages:  # host, or a fused design that wants the hidden states
-            return None, None
+            return None, None, None
         expect(packed is None or TABLE[selection].packs, "packed", "a tensor", f"None for {selection}, which does not pack")
-        by_row = {name: value for name, value in (("tokens", tokens), ("packed", packed)) if value is not None}
-        return launcher(selection)(self.problem, logits, bias, num_token_non_padded=num_token_non_padded, **by_row)
+        by_row: dict[str, Any] = {name: value for name, value in (("tokens", tokens), ("packed", packed)) if value is not None}
+        by_row |= {"form": form} if TABLE[selection].plans else {}
+        ids, weights, *plan = launcher(selection)(
+            self.problem, logits, bias, num_token_non_padded=num_token_non_padded, **by_row
+        )
+        return ids, weights, plan[0] if plan else None

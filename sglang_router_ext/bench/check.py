@@ -21,11 +21,11 @@ from sglang_router_ext.agreement import Result, compare
 from sglang_router_ext.bench.checks import Check, inputs_of
 from sglang_router_ext.bench.clock import POISON_INT, capture, poison
 from sglang_router_ext.bench.inputs import KINDS, Inputs
-from sglang_router_ext.bench.launch import ALIGNED, launch, run_at_once, truth
+from sglang_router_ext.bench.launch import ALIGNED, chain, launch, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import ContractError, Gpu, PlanForm, Problem
-from sglang_router_ext.designs import Design
+from sglang_router_ext.designs import SELECT_AND_PLAN, TABLE, Design
 from sglang_router_ext.fused import words
 from sglang_router_ext.reference import Truth
 
@@ -35,8 +35,12 @@ FIELDS = ("logits", "ids", "weights")
 """Of a :class:`Result`, those that one row has for itself."""
 
 
-def plan_forms(problem: Problem, rows: int) -> list[PlanForm | None]:
-    """No plan, and plans of other forms than the usual one; which, goes with the row count, so that all come up."""
+def plan_forms(design: Design, problem: Problem, rows: int) -> list[PlanForm | None]:
+    """No plan, where ``design`` can leave it out, and plans of other forms than the usual one; which, goes with the row count,
+    so that all come up.
+    """
+    if not design.plans:
+        return []
     half = max(1, problem.experts // 2)
     forms = [
         TILES,
@@ -47,7 +51,8 @@ def plan_forms(problem: Problem, rows: int) -> list[PlanForm | None]:
         PlanForm(kind="tiles", block=32, first_local=problem.experts // 3, locals=1),
         PlanForm(kind="aligned", block=64, first_local=half - 1, locals=problem.experts - half + 1),
     ]
-    return [None, forms[rows % len(forms)], forms[(rows + 3) % len(forms)]]
+    without: list[PlanForm | None] = [] if design.stages == SELECT_AND_PLAN else [None]
+    return [*without, forms[rows % len(forms)], forms[(rows + 3) % len(forms)]]
 
 
 class GpuLost(RuntimeError):
@@ -86,9 +91,12 @@ def examine(design: Design, problem: Problem, inputs: Inputs, want: Truth) -> li
         first = launch(design, problem, inputs)
         second = launch(design, problem, inputs)
         found = compare(first, want, problem, design)
-        for form in plan_forms(problem, len(inputs.hidden)) if design.plans else ():
+        for form in plan_forms(design, problem, len(inputs.hidden)):
             again = launch(design, problem, inputs, form)
             found += [f"{form}: {line}" for line in (*compare(again, want, problem, design), *_differences(first, again))]
+        if design.twins:
+            twin = chain([TABLE[name] for name in design.twins], problem, inputs)
+            found += [f"not what {'+'.join(design.twins)} gives: {line}" for line in _differences(twin, first)]
         found += [f"not repeatable: {line}" for line in _differences(first, second)]
         if design.packs:
             found += _packing(design, problem, inputs, first)
@@ -111,7 +119,7 @@ def _differences(one: Result, other: Result) -> list[str]:
 def _packing(design: Design, problem: Problem, inputs: Inputs, want: Result) -> list[str]:
     """The same result where packed ids are asked for too, and they are those of its ids and weights."""
     packed = torch.full((len(inputs.hidden), problem.slots), POISON_INT, dtype=torch.int32, device=inputs.hidden.device)
-    result = launch(design, problem, inputs, None, packed)
+    result = launch(design, problem, inputs, ALIGNED if design.stages == SELECT_AND_PLAN else None, packed)
     assert result.ids is not None and result.weights is not None
     wrong = packed != reference.pack(result.ids, result.weights)
     found = [f"packed differs at {wrong.nonzero()[0].tolist()}"] if wrong.any() else []
@@ -234,7 +242,8 @@ def build_ahead(
                 shape = (check.problem.experts, check.problem.hidden if "gate" in design.stages else 0)
                 kind = check.kind if KINDS[check.kind].concerns(design.stages) else "random"
                 one = msgspec.structs.replace(check, rows=1, kind=kind)
-                for form in (None, ALIGNED, TILES) if design.plans else (None,):
+                without = () if design.stages == SELECT_AND_PLAN else (None,)
+                for form in (*without, ALIGNED, TILES) if design.plans else without:
                     jobs[design.name, shape, kind, form] = functools.partial(_launch_once, design, one, device, form)
     run_at_once(list(jobs.values()), say)
 

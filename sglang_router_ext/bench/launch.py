@@ -17,7 +17,7 @@ from sglang_router_ext.agreement import Planned, Result
 from sglang_router_ext.bench.inputs import Inputs, bias_of
 from sglang_router_ext.build import BuildError
 from sglang_router_ext.contract import PlanForm, Problem
-from sglang_router_ext.designs import Design
+from sglang_router_ext.designs import SELECT_AND_PLAN, Design
 from sglang_router_ext.reference import Truth
 from sglang_router_ext.route import launcher
 
@@ -58,6 +58,10 @@ def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | N
     more: dict[str, Any] = {"num_token_non_padded": inputs.padding}
     more |= {} if inputs.tokens is None else {"tokens": inputs.tokens}
     more |= {} if packed is None else {"packed": packed}
+    if design.stages == SELECT_AND_PLAN:
+        assert form is not None
+        ids, weights, plan = function(problem, inputs.logits, bias, form=form, **more)
+        return Result(None, ids, weights, Planned(form, plan))
     if design.stages == ("selection",):
         return Result(None, *function(problem, inputs.logits, bias, **more))
     if design.plans:
@@ -65,6 +69,15 @@ def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | N
         logits, ids, weights = found
         return Result(logits, ids, weights, None if form is None else Planned(form, plan))
     return Result(*function(problem, inputs.hidden, inputs.weight, bias, **more))
+
+
+def chain(designs: Sequence[Design], problem: Problem, inputs: Inputs) -> Result:
+    """The results of one stage after the other: a gate's logits are what the selection behind it reads."""
+    logits = None
+    for design in designs:
+        result = launch(design, problem, inputs if logits is None else inputs._replace(logits=logits))
+        logits = result.logits if logits is None else logits
+    return result._replace(logits=logits)
 
 
 def run_at_once(jobs: Sequence[Callable[[], object]], say: Callable[[str], None]) -> None:
@@ -96,6 +109,6 @@ def truth(stages: tuple[str, ...], problem: Problem, inputs: Inputs) -> Truth:
         problem, bias = msgspec.structs.replace(problem, **plain), bias_of(problem, inputs)
     else:
         bias, given["named"] = reference.by_token(problem, bias_of(problem, inputs), inputs.tokens)
-    if stages == ("selection",):
+    if "gate" not in stages:
         return reference.select(problem, inputs.logits, bias, **given)
     return reference.route(problem, inputs.hidden, inputs.weight, bias, **given)

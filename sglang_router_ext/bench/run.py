@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from sglang_router_ext.agreement import Result, compare
+from sglang_router_ext.agreement import compare
 from sglang_router_ext.bench import machine
 from sglang_router_ext.bench.cases import Case
 from sglang_router_ext.bench.clock import RAISED, REPLAYS, Clock, Timing, Variant
 from sglang_router_ext.bench.inputs import Inputs, random_inputs
-from sglang_router_ext.bench.launch import launch, run_at_once, truth
+from sglang_router_ext.bench.launch import chain, launch, run_at_once, truth
 from sglang_router_ext.bench.names import short
 from sglang_router_ext.bench.peers import PEERS, Missing, note
 from sglang_router_ext.bench.record import BenchRecord, Identity, current_hash
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import STAGES, ContractError, Gpu, Problem
-from sglang_router_ext.designs import DESIGNS, PLAN_STAGE, Design, Numerics
+from sglang_router_ext.designs import DESIGNS, PLAN_STAGE, SELECT_AND_PLAN, Design, Numerics
 from sglang_router_ext.reference import Truth
 
 DEFAULT_ROWS = (1, 2, 4, 6, 8, 16, 18, 32, 64, 96, 256, 1024, 8192)
@@ -43,7 +43,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     cache: str
     design: str
     stages: str
-    """``gate``, ``selection``, ``gate+selection``, ``gate+selection+plan`` or ``floor``."""
+    """``gate``, ``selection``, ``selection+plan``, ``gate+selection``, ``gate+selection+plan`` or ``floor``."""
     ours: bool
     timing: Timing | None = None
     wrong: list[str] = []
@@ -77,7 +77,7 @@ class Batch(NamedTuple):
     def make(cls, case: Case, rows: int, device: torch.device | str) -> Batch:
         inputs = random_inputs(case.problem, rows, device=device)
         truths: dict[tuple[str, ...], Truth | str] = {}
-        for stages in (("gate",), ("selection",), STAGES, (*STAGES, PLAN_STAGE)):
+        for stages in (("gate",), ("selection",), SELECT_AND_PLAN, STAGES, (*STAGES, PLAN_STAGE)):
             try:
                 truths[stages] = truth(stages, case.problem, inputs)
             except ContractError as error:
@@ -90,17 +90,11 @@ def chained(gate: Design, selection: Design) -> Design:
     return msgspec.structs.replace(
         gate,
         name=f"{gate.name}+{selection.name}",
-        stages=STAGES,
+        stages=(*gate.stages, *selection.stages),
         numerics=Numerics.NEAR_TIE,
         row_stable=gate.row_stable and selection.row_stable,
         sources=(*gate.sources, *selection.sources),
     )
-
-
-def _launch_chained(gate: Design, selection: Design, problem: Problem, inputs: Inputs) -> Result:
-    logits = launch(gate, problem, inputs).logits
-    assert logits is not None
-    return launch(selection, problem, inputs._replace(logits=logits))._replace(logits=logits)
 
 
 def _ours(batch: Batch, gpu: Gpu | None, line: dict[str, Any]) -> Iterator[_Candidate | Line]:
@@ -122,13 +116,13 @@ def _ours(batch: Batch, gpu: Gpu | None, line: dict[str, Any]) -> Iterator[_Cand
             yield Line(**line, design=design.name, stages="+".join(design.stages), ours=True, missing=text)
         else:
             yield candidate(design, lambda design=design: launch(design, problem, inputs))
-            if design.plans:
+            if design.plans and design.stages != SELECT_AND_PLAN:
                 alone = msgspec.structs.replace(design, stages=STAGES)
                 yield candidate(alone, lambda design=design: launch(design, problem, inputs, None))
     runnable = [design for design in table if not refused[design.name]]
     for gate in (d for d in runnable if d.stages == ("gate",) and d.name not in NOT_CHAINED):
-        for selection in (d for d in runnable if d.stages == ("selection",)):
-            call = lambda gate=gate, selection=selection: _launch_chained(gate, selection, problem, inputs)  # noqa: E731
+        for selection in (d for d in runnable if d.stages in (("selection",), SELECT_AND_PLAN)):
+            call = lambda gate=gate, selection=selection: chain((gate, selection), problem, inputs)  # noqa: E731
             yield candidate(chained(gate, selection), call)
 
 

@@ -39,7 +39,12 @@ PADDED, SIMULATED = "padded rows were masked in place", "the routing is simulate
 NAMES = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
 Forms = dict[int, PlanForm]
-"""Row count -> the plan that a layer's experts ask for."""
+"""Row count, as :func:`form_key` has it -> the plan that a layer's experts ask for."""
+
+
+def form_key(rows: int) -> int:
+    """Each row count that a graph is captured for by itself; prefills, which come in all of them, by the next 128."""
+    return rows if rows <= PLAN_ROWS else -(-rows // PLAN_ROWS) * PLAN_ROWS
 
 
 class Blocks(NamedTuple):
@@ -219,8 +224,8 @@ def _refusal(
         return carried
     if otherwise:
         return "another contract for experts elsewhere"
-    if len(ids) > PLAN_ROWS or block not in BLOCKS:
-        return f"more than {PLAN_ROWS} rows, or blocks of {block}"
+    if block not in BLOCKS:
+        return f"blocks of {block}"
     if ids._version != carried.version:
         return "the ids were changed since"
     first, count = carried.span or (0, experts)
@@ -230,7 +235,7 @@ def _refusal(
         return "experts that the router does not know"
     asked = PlanForm(kind="aligned", block=block, first_local=first, locals=experts, counts_elsewhere=counts_elsewhere)
     known = carried.form
-    carried.forms[len(ids)] = asked
+    carried.forms[form_key(len(ids))] = asked
     if known is None:
         return "the first call at a row count shows the block size"
     if known != asked:

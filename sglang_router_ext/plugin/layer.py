@@ -28,7 +28,7 @@ from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem, Tok
 from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.fused import single, words
 from sglang_router_ext.plugin import counters, overlap, preflight
-from sglang_router_ext.plugin.blocks import Blocks, Forms
+from sglang_router_ext.plugin.blocks import Blocks, Forms, form_key
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.handover import Plan, hand_over
 from sglang_router_ext.plugin.problem import (
@@ -95,6 +95,8 @@ class Request(NamedTuple):
     gate: str
     """``SGLANG_ROUTER_EXT_GATE``."""
     executor: Kernels = Kernels()
+    deterministic: bool = False
+    """Whether a row's result must not depend on its batch; :func:`link` reads it."""
 
 
 def request_in_force() -> Request:
@@ -159,14 +161,14 @@ class Layer:
         weight: torch.Tensor = gate.weight.detach()  # kernels take no tensors that require gradients
         bias: torch.Tensor | None = getattr(self.config, "correction_bias", None)
         bias = None if bias is None else bias.detach()
-        form = self.forms.get(len(hidden))
+        form = self.forms.get(form_key(len(hidden)))
         route = self._bind(weight, bias, hidden)
         tokens = noted.tokens if noted is not None and noted.hidden() is hidden else None
         if route.problem.reads_tokens and tokens is None:
             route = self._spare(route.problem, hidden.device, _SELECTIONS, NO_TOKENS)
         choice = route.choice(len(hidden), plan=form is not None)
         if not self.request.executor.ready(choice, route.problem, len(hidden), bias, hidden.device, form):
-            route = self._spare(route.problem, hidden.device, _PLAN, NO_WORDS)
+            route = self._spare(route.problem, hidden.device, _WORDS, NO_WORDS)
             choice = route.choice(len(hidden), plan=form is not None)
         prefix = self.request.executor.prefix
         packs = TABLE[choice.selection].packs and getattr(self.config, "fused_gate_packed_ids", False)
@@ -177,7 +179,7 @@ class Layer:
         if logits is None:
             counters.count("gate", HOST, self._why(choice, "gate", len(hidden)))
             logits = host()
-            ids, weights = route.select(logits, bias, **more)
+            ids, weights, plan = route.select(logits, bias, form=form, **more)
         else:
             counters.count("gate", prefix + choice.gate)
         if ids is None or weights is None or logits.is_inference():
@@ -222,7 +224,8 @@ class Layer:
             problem = problem_of(weight, config, hidden.dtype, logits_dtype=logits, image_bias=self.image_bias)
             self._route, self._spares = self._route_of(problem, hidden.device, {}), {}
             self._bound = key
-            if any(self._route.plans(rows, plan=plan) for rows in range(1, PLAN_ROWS + 1) for plan in (True, False)):
+            choices = (self._route.choice(rows, plan=plan) for rows in range(1, PLAN_ROWS + 1) for plan in (True, False))
+            if any(choice.fused is not None and TABLE[choice.fused].plans for choice in choices):
                 self.request.executor.prepare(hidden.device)
         return self._route
 
@@ -233,7 +236,8 @@ class Layer:
         return self._spares[why]
 
     def _route_of(self, problem: Problem, device: torch.device, without: dict[str, str]) -> Route:
-        asked = {"backend": self.request.backend, "gate": self.request.gate}
+        request = self.request
+        asked = {"backend": request.backend, "gate": request.gate, "deterministic": request.deterministic}
         return self.request.executor.route(problem, device, **asked, unavailable={**self._elsewhere, **without})
 
     def _why(self, choice: Choice, stage: str, rows: int) -> str:
@@ -248,7 +252,7 @@ class Layer:
         return "; ".join(f"{name}: {reasons[0].removeprefix(f'{rows} ')}" for name, reasons in losers)
 
 
-_PLAN = tuple(design.name for design in DESIGNS if design.plans)
+_WORDS = tuple(design.name for design in DESIGNS if design.plans and "gate" in design.stages)
 _SELECTIONS = tuple(design.name for design in DESIGNS if "selection" in design.stages and design.name != HOST)
 
 
@@ -262,7 +266,8 @@ def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None =
     from sglang.srt.layers.moe.topk import TopK, TopKConfig
     from sglang.srt.runtime_context import get_exec
 
-    request = reader() if request is None else request
+    deterministic = get_exec().deterministic.enable_deterministic_inference
+    request = (reader() if request is None else request)._replace(deterministic=deterministic)
     config: TopKConfig | Hash | None = topk.topk_config if isinstance(topk, TopK) else None
     if isinstance(topk, HashTopK):
         config = Hash.of(topk)
@@ -270,8 +275,6 @@ def link(gate: torch.nn.Module, topk: torch.nn.Module, request: Request | None =
     refusal = None
     if request.backend is None and request.gate in GATE_MODES:
         refusal = "stock backend, and SGLANG_ROUTER_EXT_GATE names no design"
-    elif get_exec().deterministic.enable_deterministic_inference:
-        refusal = "deterministic inference"
     elif config is None:
         refusal = f"the selection is by {type(topk).__name__}"
     elif image_bias and not (isinstance(config, TopKConfig) and ranks_images(config)):

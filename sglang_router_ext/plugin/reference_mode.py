@@ -15,6 +15,7 @@ import torch
 from sglang_router_ext import reference
 from sglang_router_ext.backends import BACKENDS, GATES
 from sglang_router_ext.contract import PlanForm, Tokens, expect, gpu_by_name
+from sglang_router_ext.designs import TABLE
 from sglang_router_ext.plugin import hooks, layer, runner
 from sglang_router_ext.plugin.layer import Kernels, Request
 from sglang_router_ext.reference import Truth
@@ -58,11 +59,15 @@ class OracleRoute(Route):
         num_token_non_padded: torch.Tensor | None = None,
         tokens: Tokens | None = None,
         packed: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        form: PlanForm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor] | None]:
         """As :meth:`Route.select`, on any device and for logits of any float type."""
-        if self.choice(len(logits), plan=False).selection == "host":
-            return None, None
-        return self._outputs(self._truth(logits, bias, num_token_non_padded, tokens), packed)
+        selection = self.choice(len(logits), plan=form is not None).selection
+        if "gate" in TABLE[selection].stages:
+            return None, None, None
+        ids, weights = self._outputs(self._truth(logits, bias, num_token_non_padded, tokens), packed)
+        planned = form is not None and TABLE[selection].plans
+        return ids, weights, reference.plan(self.problem, form, ids) if planned and form is not None else None
 
     def _truth(
         self, logits: torch.Tensor, bias: torch.Tensor | None, padding: torch.Tensor | None, tokens: Tokens | None

@@ -21,24 +21,25 @@ ODD = (Problem(experts=257, hidden=7176, topk=32), Problem(experts=1024, hidden=
 """Shapes that take the general path: bounds on K, scalar loads, the widest selection."""
 
 
-def instances() -> dict[str, list[str]]:
-    found: dict[str, set[str]] = {}
+@functools.cache
+def instances() -> dict[tuple[str, int], list[str]]:
+    found: dict[tuple[str, int], set[str]] = {}
     for problem in (*(case.problem for case in CASES.values()), *ODD):
-        for header, some in build.instances(problem).items():
-            found.setdefault(header, set()).update(some)
-    return {header: sorted(some) for header, some in found.items()}
+        for arch in build.ARCH_TARGETS:
+            for header, some in build.instances(problem, arch).items():
+                found.setdefault((header, arch), set()).update(some)
+    return {key: sorted(some) for key, some in found.items()}
 
 
 @functools.cache
 def compiled() -> dict[tuple[str, int], Future[list[build.Usage]]]:
     """Every header for every architecture, as many compilers at a time as there are processors; the longest come first."""
     pool, found = ThreadPoolExecutor(os.cpu_count()), instances()
-    todo = [(header, arch) for header in sorted(found, key=lambda one: -len(found[one])) for arch in build.ARCH_TARGETS]
-    return {(header, arch): pool.submit(build.cross_compile, header, found[header], arch) for header, arch in todo}
+    todo = sorted(found, key=lambda one: -len(found[one]))
+    return {(header, arch): pool.submit(build.cross_compile, header, found[header, arch], arch) for header, arch in todo}
 
 
-@pytest.mark.parametrize("arch", sorted(build.ARCH_TARGETS))
-@pytest.mark.parametrize("header", sorted(instances()))
+@pytest.mark.parametrize(("header", "arch"), sorted(instances()))
 def test_no_spills_and_no_stack(header: str, arch: int) -> None:
     usage = compiled()[header, arch].result()
     assert usage

@@ -248,7 +248,7 @@ def test_ranks_without_neighbouring_experts_are_not_planned_for(host):
         (lambda ids: ids, {"experts": EXPERTS + 1}, "experts that the router does not know"),
         (lambda ids: ids, {"ignore_invalid_expert": True}, "another contract for experts elsewhere"),
         (lambda ids: ids, {"pad_expert_ids": True}, "another contract for experts elsewhere"),
-        (lambda ids: ids, {"block": 24}, "more than 128 rows, or blocks of 24"),
+        (lambda ids: ids, {"block": 24}, "blocks of 24"),
         (lambda ids: ids.clone(), {}, blocks.NO_BLOCKS),
         (lambda ids: ids.add_(0), {}, "the ids were changed since"),
     ],
@@ -266,8 +266,24 @@ def test_a_plan_for_another_question_is_refused(host, change, options, reason):
 def test_other_designs_plan_nothing(host):
     ask(host, select(4, build("router_ext_pair")))
     assert reasons("plan") == [blocks.NO_BLOCKS]
-    ask(host, select(200, build("router_ext_single")))
+    ask(host, select(200, build("router_ext_pair")))
     assert reasons("plan") == [blocks.NO_BLOCKS]
+
+
+def test_many_rows_are_planned_for_and_those_of_like_size_share_what_was_learned(host):
+    layer = build("router_ext_single")
+    first = ask(host, select(200, layer))
+    for a, b in zip(first, ask(host, select(200, layer)), strict=True):
+        assert torch.equal(a[: len(b)], b)
+    ask(host, select(193, layer))
+    assert host[0] == [(200, 16)]
+    assert paths().count(("plan", "reference:tensor_pair")) == 1
+    ask(host, select(300, layer))  # of another size
+    assert reasons("plan") == ["the first call at a row count shows the block size"]
+    ask(host, select(256, layer), block=64)  # SGLang asks something else: what it asks now is learned
+    ask(host, select(256, layer), block=64)
+    assert reasons("plan")[-1] == "another block size or other experts than before"
+    assert host[0] == [(200, 16), (300, 16), (256, 64)]
 
 
 def test_every_importer_asks_us(host):

@@ -306,11 +306,13 @@ def test_kernels_take_cuda_tensors_only():
     assert reasons("gate") == ["not on a CUDA device"]
 
 
-def test_deterministic_inference_is_sglangs():
+def test_deterministic_inference_keeps_to_designs_whose_bits_no_batch_changes():
     with get_exec().deterministic.override(enable_deterministic_inference=True):
-        module, _ = build()
-    module(rows_of(2))
-    assert reasons("gate") == ["deterministic inference"]
+        module, select = build()
+    for rows in (2, 17, 300):
+        hidden = rows_of(rows)
+        select_as_on_cuda(select, hidden, module(hidden))
+    assert set(paths()) == {("gate", "reference:tensor_core"), ("selection", "reference:warp_select")}
 
 
 def test_what_selects_in_an_unknown_way_is_sglangs():
