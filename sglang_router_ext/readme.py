@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_router_ext import readme_batches
 from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.record import (
@@ -149,6 +150,9 @@ def results(records: Sequence[Record] | None = None) -> str:
     parts += [_served(line) for line in newest.values()]
     same = ("gpu", "problem", "moe_layers", "moe_intermediate", "experts", "backends")
     parts += [_launches(line) for line in {tuple(line[n] for n in same): line for line in _of_kind(LAUNCHES, listed)}.values()]
+    for kind, show in readme_batches.PARTS.items():
+        lines = {tuple(line.get(name) for name in readme_batches.SAME): line for line in _of_kind(kind, listed)}
+        parts += [show(line, table, _run(line)) for line in lines.values()]
     checks = [record for record in listed if isinstance(record, CheckRecord)]
     return "\n".join([*parts, _checks(checks)] if checks else parts) or "Nothing is recorded yet.\n"
 

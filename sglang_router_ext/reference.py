@@ -202,41 +202,42 @@ def plan(problem: Problem, form: PlanForm, ids: torch.Tensor) -> dict[str, torch
     ``aligned``: sorted_token_ids, expert_ids, num_tokens_post_padded. ``tiles``: slot_to_place [rows x slots], place_to_row
     [places + 1], tile_experts [tiles], tile_ends [tiles], tiles [1], places [1], counts [experts].
     """
-    slots = ids.numel()
-    local = ids.flatten().long().cpu() - form.first_local
-    local[(ids.flatten().cpu() < 0) | (local < 0) | (local >= form.local_experts(problem))] = -1
-    order = torch.sort(local, stable=True)
+    slots, device = ids.numel(), ids.device
+    flat = ids.flatten().long()
+    local = flat - form.first_local
+    local[(flat < 0) | (local < 0) | (local >= form.local_experts(problem))] = -1
+    experts, slot_of = torch.sort(local, stable=True)
     aligned = form.kind == "aligned"
-    places: list[int] = []  # the slot at each place; `slots` where there is none
-    experts: list[int] = []  # of each block
-    ends: list[int] = []  # of each block
-    for expert in order.values.unique().tolist():
-        if expert < 0 and not aligned:
-            continue
-        mine = order.indices[order.values == expert].tolist()
-        end = len(places) + len(mine)
-        for first in range(0, len(mine), form.block):
-            some = mine[first : first + form.block]
-            places += some + [slots] * (form.block - len(some))
-            experts.append(expert)
-            ends.append(min(end, len(places)))
+    if not aligned:
+        experts, slot_of = experts[experts >= 0], slot_of[experts >= 0]
+    owners, counts = experts.unique_consecutive(return_counts=True)
+    blocks = (counts + form.block - 1) // form.block
+    first = (blocks.cumsum(0) - blocks) * form.block  # place of each expert
+    rank = torch.arange(len(experts), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    where = first.repeat_interleave(counts) + rank
+    places = torch.full((int(blocks.sum()) * form.block,), slots, dtype=torch.long, device=device)  # a slot; `slots` of none
+    places[where] = slot_of
+    block_experts = owners.repeat_interleave(blocks)
+    begins = torch.arange(len(block_experts), device=device) * form.block
+    sizes = [len(places), int((block_experts < 0).sum())]
     if aligned:
-        sizes = [len(places), experts.count(-1)]
-        found = {
+        found: dict[str, torch.Tensor | list[int]] = {
             "sorted_token_ids": places,
-            "expert_ids": experts,
+            "expert_ids": block_experts,
             "num_tokens_post_padded": sizes if form.counts_elsewhere else sizes[:1],
         }
     else:
-        where = {slot: place for place, slot in enumerate(places)}
-        counts = torch.bincount(local[local >= 0] + form.first_local, minlength=problem.experts)[: problem.experts]
+        slot_to_place = torch.full((slots,), -1, device=device)
+        slot_to_place[slot_of] = where
+        rows = torch.where(places < slots, places // ids.shape[1], -1)
+        ends = torch.minimum(begins + form.block, (first + counts).repeat_interleave(blocks))
         found = {
-            "slot_to_place": [where.get(slot, -1) for slot in range(slots)],
-            "place_to_row": [slot // ids.shape[1] if slot < slots else -1 for slot in places] + [-1],
-            "tile_experts": experts,
+            "slot_to_place": slot_to_place,
+            "place_to_row": torch.cat([rows, rows.new_full((1,), -1)]),
+            "tile_experts": block_experts,
             "tile_ends": ends,
-            "tiles": [len(experts)],
-            "places": [len(places)],
-            "counts": counts.tolist(),
+            "tiles": [len(block_experts)],
+            "places": sizes[:1],
+            "counts": torch.bincount(local[local >= 0] + form.first_local, minlength=problem.experts)[: problem.experts],
         }
-    return {name: torch.tensor(values, dtype=torch.int32, device=ids.device) for name, values in found.items()}
+    return {name: torch.as_tensor(values, device=device).int() for name, values in found.items()}

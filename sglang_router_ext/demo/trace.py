@@ -25,12 +25,12 @@ from sglang_router_ext.bench.names import short
 from sglang_router_ext.demo.pace import Spread, spread
 
 SELECTION = re.compile(
-    r"warp_select_kernel|triton_select_kernel|_router_triton_kernel|moe_fused_gate|route_radix|radix_gate|topkGating|moeTopK"
+    r"warp_select_kernel|select_ranges_kernel|triton_select_kernel|_router_triton_kernel|moe_fused_gate|route_radix|radix_gate|topkGating|moeTopK"
     r"|grouped_topk|fused_topk"
 )
 ROUTER = re.compile(r"(?:^|[\s:])single_kernel\b")
-SORTING = re.compile(r"moe_align|count_and_sort|sort_expert")
-"""Kernels that sort slots by expert, as SGLang names them."""
+SORTING = re.compile(r"moe_align|count_and_sort|sort_expert|many_blocks")
+"""Kernels that sort slots by expert, SGLang's and ours."""
 NORM = re.compile(r"norm", re.IGNORECASE)
 LONGEST_GATE = 4
 """Kernels of the slowest gate GEMM that is looked for: casts, the product, and the sum of its parts."""

@@ -1,4 +1,4 @@
-"""``single`` under compute-sanitizer: no access out of bounds, no race in shared memory. Needs a GPU and a CUDA toolkit."""
+"""Designs under compute-sanitizer: no access out of bounds, no race in shared memory. Needs a GPU and a CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -27,10 +27,17 @@ forms = (
     PlanForm(kind="aligned", block=8, first_local=half, locals=half),
     PlanForm(kind="tiles", block=8),
 )
-for rows in (1, 3, 8, 16, 40, 96):
+hashed = CASES["deepseek-v4-hash"].problem
+for rows in (1, 3, 8, 16, 40, 96, 700, 1100, 3000):
     inputs = random_inputs(problem, rows, device="cuda")
-    for form in forms:
-        launch(TABLE["single"], problem, inputs, form)
+    for name in ("single", "tensor_pair", "select_plan"):
+        for form in forms if rows in TABLE[name].rows else ():
+            if form is not None or name != "select_plan":
+                launch(TABLE[name], problem, inputs, form)
+    launch(TABLE["tensor_core"], problem, inputs)
+    if rows <= 16:
+        launch(TABLE["pair"], problem, inputs)
+        launch(TABLE["hash_rows"], hashed, random_inputs(hashed, rows, device="cuda"))
     torch.cuda.synchronize()
 print("launched")
 """
@@ -43,7 +50,7 @@ def test_no_fault_is_found(tool: str, flags: tuple[str, ...]) -> None:
         pytest.skip("no compute-sanitizer: a CUDA toolkit has it, pip's compiler does not")
     build_first = [sys.executable, "-c", LAUNCHES, *flags]
     subprocess.run(build_first, check=True, capture_output=True, timeout=600)  # the compiler runs without the tool
-    command = [sanitizer, "--tool", tool, "--kernel-name", "kns=single_kernel", "--error-exitcode", "7", *build_first]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "7", *build_first]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "launched" in done.stdout
