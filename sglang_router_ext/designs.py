@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -163,6 +164,14 @@ _SELECT_PLAN = (
     *("fused/select_plan.cuh", "fused/select_plan.py", "plan/many_blocks.cuh", "plan/one_block.cuh"),
     *("fused/single.py", *_WARP_SELECT),
 )
+_ALL_SELECTIONS: dict[str, Any] = {
+    "max_experts": 1024,
+    "group_experts": 32,
+    "scores": SCORES,
+    "image_bias": True,
+    "packs": True,
+}
+"""What a design takes that selects by ``select_row``."""
 
 DESIGNS: tuple[Design, ...] = (
     Design(
@@ -172,11 +181,7 @@ DESIGNS: tuple[Design, ...] = (
         what="one launch: small_rows' blocks, blocks that select from their sums as they come, and the plan by some of those",
         archs=HOPPER_UP,
         min_processors=32,  # four launches' planners, which wait, leave some free
-        max_experts=1024,
-        group_experts=32,
-        scores=SCORES,
-        image_bias=True,
-        packs=True,
+        **_ALL_SELECTIONS,
         max_topk=24,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -203,11 +208,7 @@ DESIGNS: tuple[Design, ...] = (
         target="fused.tensor_pair:tensor_pair",
         what="tensor_core and warp_select chained by PDL, K slices handed over unreduced; the plan in a third launch",
         archs=(90,),
-        max_experts=1024,
-        group_experts=32,
-        scores=SCORES,
-        image_bias=True,
-        packs=True,
+        **_ALL_SELECTIONS,
         max_topk=24,
         hidden_multiple=8,
         max_hidden=65536,
@@ -224,11 +225,7 @@ DESIGNS: tuple[Design, ...] = (
         target="fused.pair:pair",
         what="small_rows and warp_select chained by PDL; K slices handed over unreduced",
         archs=HOPPER_UP,
-        max_experts=1024,
-        group_experts=32,
-        scores=SCORES,
-        image_bias=True,
-        packs=True,
+        **_ALL_SELECTIONS,
         max_topk=32,
         weight_dtypes=("bfloat16", "float32"),
         hidden_multiple=8,
@@ -272,11 +269,7 @@ DESIGNS: tuple[Design, ...] = (
         target="fused.select_plan:select_plan",
         what="warp_select that counts, and the experts' plan from these counts: two launches for any number of rows",
         archs=HOPPER_UP,
-        max_experts=1024,
-        group_experts=32,
-        scores=SCORES,
-        image_bias=True,
-        packs=True,
+        **_ALL_SELECTIONS,
         max_topk=24,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
@@ -355,11 +348,7 @@ DESIGNS: tuple[Design, ...] = (
         target="selection.warp_select:warp_select",
         what="a row by its own warps, keys in registers, the few that can win ranked all at once",
         archs=HOPPER_UP,
-        max_experts=1024,
-        group_experts=32,
-        scores=SCORES,
-        image_bias=True,
-        packs=True,
+        **_ALL_SELECTIONS,
         max_topk=32,
         numerics=Numerics.EXACT_IDS,
         row_stable=True,

@@ -227,7 +227,7 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
             ("explain", "--model", "kimi-k2", "--gpu", "h200", "--moe-runner-backend", "router_ext_x"),
             "error: moe-runner-backend: got router_ext_x, allowed: router_ext | router_ext_pair",
         ),
-        (("check", "--design", "x"), "error: design: got x, allowed: single | pair | "),
+        (("check", "--design", "x"), "error: design: got x, allowed: single | tensor_pair | pair | "),
         (("check", "--record", "--case", "kimi-k2"), "error: record: got a check of some cases only"),
         (("bench", "--case", "x"), "error: case: got x, allowed: glm-5.3-flash | "),
         (
