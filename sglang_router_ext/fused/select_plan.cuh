@@ -12,9 +12,12 @@ namespace rx {
 
 // Warps of a block at most, so that 64 registers a thread are enough, or 80 for teams, or 128.
 template <int kTeam, int kGroups, int kTopk>
-inline constexpr int kRangeWarps = kTeam > 1                    ? 24 / kTeam * kTeam
-                                   : kGroups <= 3 && kTopk <= 8 ? 32
-                                                                : 16;
+constexpr int range_warps() {
+  if (kTeam > 1) return (kTopk <= 8 ? 24 : 16) / kTeam * kTeam;
+  return kGroups <= 3 && kTopk <= 8 ? 32 : 16;
+}
+template <int kTeam, int kGroups, int kTopk>
+inline constexpr int kRangeWarps = range_warps<kTeam, kGroups, kTopk>();
 
 struct SelectPlanParams {
   WarpSelectParams select;
