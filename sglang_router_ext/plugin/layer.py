@@ -78,7 +78,7 @@ class Kernels:
         form: PlanForm | None,
     ) -> bool:
         """Whether the design of ``choice`` can run in a capture, if this is one."""
-        return choice.fused is None or not TABLE[choice.fused].plans or single.ready(problem, rows, bias, device, form)
+        return choice.fused not in _WORDS or single.ready(problem, rows, bias, device, form)
 
     def route(self, problem: Problem, device: torch.device, **options: Any) -> Route:
         """A bound route for one layer; ``options`` as :class:`Route` takes them."""
@@ -225,7 +225,7 @@ class Layer:
             self._route, self._spares = self._route_of(problem, hidden.device, {}), {}
             self._bound = key
             choices = (self._route.choice(rows, plan=plan) for rows in range(1, PLAN_ROWS + 1) for plan in (True, False))
-            if any(choice.fused is not None and TABLE[choice.fused].plans for choice in choices):
+            if any(choice.fused in _WORDS for choice in choices):
                 self.request.executor.prepare(hidden.device)
         return self._route
 
@@ -252,7 +252,8 @@ class Layer:
         return "; ".join(f"{name}: {reasons[0].removeprefix(f'{rows} ')}" for name, reasons in losers)
 
 
-_WORDS = tuple(design.name for design in DESIGNS if design.plans and "gate" in design.stages)
+_WORDS = tuple(design.name for design in DESIGNS if "fused/words.py" in design.sources)
+"""Designs whose blocks tell each other by words that are set aside."""
 _SELECTIONS = tuple(design.name for design in DESIGNS if "selection" in design.stages and design.name != HOST)
 
 

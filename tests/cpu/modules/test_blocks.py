@@ -231,6 +231,21 @@ def test_a_capture_without_words_is_given_to_another_design(host, monkeypatch):
     assert layer[0].__dict__[layers.LINK]._spares[layers.NO_WORDS].choice(5).losers["single"] == [layers.NO_WORDS]
 
 
+def test_only_a_design_that_uses_words_waits_for_some(monkeypatch):
+    from sglang_router_ext.bench.cases import CASES
+    from sglang_router_ext.choose import Choice
+    from sglang_router_ext.fused import single
+    from sglang_router_ext.plugin.layer import Kernels
+
+    monkeypatch.setattr(single, "ready", lambda *_: False)
+    problem, device = CASES["glm-5.3-flash"].problem, torch.device("cpu")
+    found = {
+        gate: Kernels().ready(Choice(gate, selection), problem, 64, None, device, None)
+        for gate, selection in (("single", "single"), ("tensor_pair", "tensor_pair"), ("cublas_gemm", "select_plan"))
+    }
+    assert found == {"single": False, "tensor_pair": True, "cublas_gemm": True}
+
+
 def test_ranks_without_neighbouring_experts_are_not_planned_for(host):
     layer, half = build("router_ext_single"), EXPERTS // 2
     ask(host, mapped(select(5, layer), 0, half, order=-1), experts=half)
