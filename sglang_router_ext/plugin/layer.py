@@ -168,7 +168,7 @@ class Layer:
             route = self._spare(route.problem, hidden.device, _SELECTIONS, NO_TOKENS)
         choice = route.choice(len(hidden), plan=form is not None)
         if not self.request.executor.ready(choice, route.problem, len(hidden), bias, hidden.device, form):
-            route = self._spare(route.problem, hidden.device, _WORDS, NO_WORDS)
+            route = self._spare(route.problem, hidden.device, _PLANNING_GATES, NO_WORDS)
             choice = route.choice(len(hidden), plan=form is not None)
         prefix = self.request.executor.prefix
         packs = TABLE[choice.selection].packs and getattr(self.config, "fused_gate_packed_ids", False)
@@ -254,6 +254,8 @@ class Layer:
 
 _WORDS = tuple(design.name for design in DESIGNS if "fused/words.py" in design.sources)
 """Designs whose blocks tell each other by words that are set aside."""
+_PLANNING_GATES = tuple(design.name for design in DESIGNS if design.plans and "gate" in design.stages)
+"""Without words none of these: ``pair`` is faster at few rows than the one for many that would come next."""
 _SELECTIONS = tuple(design.name for design in DESIGNS if "selection" in design.stages and design.name != HOST)
 
 
