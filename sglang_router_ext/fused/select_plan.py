@@ -57,6 +57,7 @@ def room(problem: Problem, rows: int, form: PlanForm | None, device: torch.devic
     expect(last <= problem.experts + problem.shared, "locals", got, f"those of {problem}")
     places = rows * problem.slots + (locals_ + 1) * form.block
     expect(places < 2**31, "rows", rows, f"fewer than 2^31 places, {problem.slots} slots a row")
+    expect(range_rows(rows) < 2**16, "rows", rows, "at most 4,194,304 with a plan: a range's counts have 16 bits")
     plan, each = empty_plan(problem, form, rows, device), range_rows(rows)
     words = -(-(locals_ + 2) // 4) * 2  # two counts each; of slots elsewhere one
     counts = torch.empty((-(-rows // each), words), dtype=torch.int32, device=device)
