@@ -26,6 +26,7 @@ import msgspec
 
 from sglang_router_ext.contract import PLAN_SLOTS, Problem
 from sglang_router_ext.designs import PACKAGE, TABLE
+from sglang_router_ext.settings import user_folder
 
 ARCH_TARGETS = {90: "90a", 100: "100a", 103: "103a"}
 """Architectures that the kernels are built for, and the compiler's name of each."""
@@ -93,8 +94,7 @@ def _candidates() -> Iterator[tuple[str, pathlib.Path | None]]:
 
 def cache_dir() -> pathlib.Path:
     """Where this package keeps what it makes: XDG_CACHE_HOME or ~/.cache, below ``sglang-router-ext``."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(root) / "sglang-router-ext"
+    return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def _pip_toolkit() -> pathlib.Path | None:

@@ -221,8 +221,12 @@ def _choose(
     chosen = dict.fromkeys(STAGES, "host")
     if backend is not None:
         taken = {} if gate == "auto" else {"gate": f"SGLANG_ROUTER_EXT_GATE={gate}"}
-        banded = {name for name in ORDER if not reasons(TABLE[name], problem, rows, gpu, named=False, plan=plan, tuned=tuned)}
-        for design in sorted(map(TABLE.__getitem__, ORDER), key=lambda d: d.stages == ("gate",) and d.name not in banded):
+
+        def late(design: Design) -> bool:  # a gate that is named, but not measured to be the fastest
+            without = bool(designs) and design.stages == ("gate",)
+            return without and bool(reasons(design, problem, rows, gpu, named=False, plan=plan, tuned=tuned))
+
+        for design in sorted((TABLE[name] for name in ORDER), key=late):
             named = bool(designs) and (design.stages != ("gate",) or chosen["selection"] != "host")
             covered = [taken[stage] for stage in design.stages if stage in taken]
             if design.name == gate:

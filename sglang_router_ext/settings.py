@@ -74,7 +74,12 @@ def read(environ: dict[str, str] | None = None) -> Settings:
     )
 
 
+def user_folder(variable: str, below_home: str) -> pathlib.Path:
+    """This package's folder in the one that ``variable`` of the XDG names, or in ``below_home`` of the user's."""
+    root = os.environ.get(variable) or os.path.join(os.path.expanduser("~"), below_home)
+    return pathlib.Path(root) / "sglang-router-ext"
+
+
 def config_dir() -> pathlib.Path:
     """Where this package looks for what a user made with it: XDG_CONFIG_HOME or ~/.config, below ``sglang-router-ext``."""
-    root = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
-    return pathlib.Path(root) / "sglang-router-ext"
+    return user_folder("XDG_CONFIG_HOME", ".config")

@@ -25,9 +25,11 @@ import msgspec
 
 from sglang_router_ext import __version__, settings
 from sglang_router_ext.bench.races import Race, Time, race, races_alone
+from sglang_router_ext.bench.record import now
 from sglang_router_ext.choose import Tuned
 from sglang_router_ext.contract import Gpu, Problem, expect
 from sglang_router_ext.designs import TABLE, Design, Rows
+from sglang_router_ext.files import write_whole
 
 SAME_SPEED = {"renormalize": True, "scale": 1.0, "nan_first": False, "shared": 0, "shared_weight": 1.0}
 """Fields of a problem that no kernel takes another time for, or a few nanoseconds."""
@@ -236,10 +238,6 @@ def measured(name: str, problem: Problem, times: Sequence[Time], rows: Iterable[
     )
 
 
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
 def age(time: str) -> str:
     """Since ``time``, in words."""
     try:
@@ -282,14 +280,4 @@ def merged(older: Table | None, gpu: Gpu, shapes: Iterable[Shape]) -> Table:
 
 def write(table: Table, path: pathlib.Path) -> None:
     """Put ``table`` into ``path``, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path = path.resolve()  # a link stays one
-    handle, draft = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise
+    write_whole(path, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")

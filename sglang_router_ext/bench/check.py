@@ -21,11 +21,11 @@ from sglang_router_ext.agreement import Result, compare
 from sglang_router_ext.bench.checks import Check, inputs_of
 from sglang_router_ext.bench.clock import POISON_INT, capture, poison
 from sglang_router_ext.bench.inputs import KINDS, Inputs
-from sglang_router_ext.bench.launch import ALIGNED, chain, launch, run_at_once, truth
+from sglang_router_ext.bench.launch import ALIGNED, chain, launch, least_form, run_at_once, truth
 from sglang_router_ext.bench.record import CheckRecord, Identity
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import ContractError, Gpu, PlanForm, Problem
-from sglang_router_ext.designs import SELECT_AND_PLAN, TABLE, Design
+from sglang_router_ext.designs import TABLE, Design
 from sglang_router_ext.fused import words
 from sglang_router_ext.reference import Truth
 
@@ -51,8 +51,8 @@ def plan_forms(design: Design, problem: Problem, rows: int) -> list[PlanForm | N
         PlanForm(kind="tiles", block=32, first_local=problem.experts // 3, locals=1),
         PlanForm(kind="aligned", block=64, first_local=half - 1, locals=problem.experts - half + 1),
     ]
-    without: list[PlanForm | None] = [] if design.stages == SELECT_AND_PLAN else [None]
-    return [*without, forms[rows % len(forms)], forms[(rows + 3) % len(forms)]]
+    chosen = (least_form(design), forms[rows % len(forms)], forms[(rows + 3) % len(forms)])
+    return [form for form in chosen if form != ALIGNED]
 
 
 class GpuLost(RuntimeError):
@@ -121,7 +121,7 @@ def _differences(one: Result, other: Result) -> list[str]:
 def _packing(design: Design, problem: Problem, inputs: Inputs, want: Result) -> list[str]:
     """The same result where packed ids are asked for too, and they are those of its ids and weights."""
     packed = torch.full((len(inputs.hidden), problem.slots), POISON_INT, dtype=torch.int32, device=inputs.hidden.device)
-    result = launch(design, problem, inputs, ALIGNED if design.stages == SELECT_AND_PLAN else None, packed)
+    result = launch(design, problem, inputs, least_form(design), packed)
     assert result.ids is not None and result.weights is not None
     wrong = packed != reference.pack(result.ids, result.weights)
     found = [f"packed differs at {wrong.nonzero()[0].tolist()}"] if wrong.any() else []
@@ -244,8 +244,7 @@ def build_ahead(
                 shape = (check.problem.experts, check.problem.hidden if "gate" in design.stages else 0)
                 kind = check.kind if KINDS[check.kind].concerns(design.stages) else "random"
                 one = msgspec.structs.replace(check, rows=1, kind=kind)
-                without = () if design.stages == SELECT_AND_PLAN else (None,)
-                for form in (*without, ALIGNED, TILES) if design.plans else without:
+                for form in dict.fromkeys((least_form(design), ALIGNED, TILES)) if design.plans else (None,):
                     jobs[design.name, shape, kind, form] = functools.partial(_launch_once, design, one, device, form)
     run_at_once(list(jobs.values()), say)
 

@@ -20,7 +20,7 @@ from sglang_router_ext.bench.launch import launch, truth
 from sglang_router_ext.bench.peers import PEERS, Missing
 from sglang_router_ext.choose import choose, reasons
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import DESIGNS, SELECT_AND_PLAN, TABLE
+from sglang_router_ext.designs import DESIGNS, TABLE
 
 CHUNK = 2**15
 """Rows that are drawn at once, about."""
@@ -130,7 +130,7 @@ def paths(problem: Problem, counts: Sequence[int], gpu: Gpu | None) -> tuple[lis
     runs = [design for design in promised if not against[design.name]]
     ours = [(design.name, design.name) for design in runs if set(STAGES) <= set(design.stages)]
     gates = [design.name for design in runs if design.stages == ("gate",)]
-    selections = [design.name for design in runs if design.stages in (("selection",), SELECT_AND_PLAN)]
+    selections = [design.name for design in runs if "gate" not in design.stages]
     ours += [(gate, selection) for gate in gates for selection in selections]
 
     def fixed(gate: str, selection: str) -> Callable[[Inputs], Result]:

@@ -58,17 +58,17 @@ def _launch(design: Design, problem: Problem, inputs: Inputs, form: PlanForm | N
     more: dict[str, Any] = {"num_token_non_padded": inputs.padding}
     more |= {} if inputs.tokens is None else {"tokens": inputs.tokens}
     more |= {} if packed is None else {"packed": packed}
-    if design.stages == SELECT_AND_PLAN:
-        assert form is not None
-        ids, weights, plan = function(problem, inputs.logits, bias, form=form, **more)
-        return Result(None, ids, weights, Planned(form, plan))
-    if design.stages == ("selection",):
-        return Result(None, *function(problem, inputs.logits, bias, **more))
-    if design.plans:
-        *found, plan = function(problem, inputs.hidden, inputs.weight, bias, form=form, **more)
-        logits, ids, weights = found
-        return Result(logits, ids, weights, None if form is None else Planned(form, plan))
-    return Result(*function(problem, inputs.hidden, inputs.weight, bias, **more))
+    more |= {"form": form} if design.plans else {}
+    gates = "gate" in design.stages
+    found = list(function(problem, *((inputs.hidden, inputs.weight) if gates else (inputs.logits,)), bias, **more))
+    plan = found.pop() if design.plans else None
+    logits, ids, weights = found if gates else (None, *found)
+    return Result(logits, ids, weights, None if form is None or plan is None else Planned(form, plan))
+
+
+def least_form(design: Design) -> PlanForm | None:
+    """The least plan that can be asked of ``design``: none, where it can leave that out."""
+    return ALIGNED if design.stages == SELECT_AND_PLAN else None
 
 
 def chain(designs: Sequence[Design], problem: Problem, inputs: Inputs) -> Result:

@@ -7,7 +7,6 @@ A file keeps the newest line of each result, so that it stays small and a change
 from __future__ import annotations
 
 import datetime
-import os
 import pathlib
 import re
 import tempfile
@@ -19,6 +18,7 @@ import msgspec
 
 from sglang_router_ext.bench import machine
 from sglang_router_ext.designs import DESIGNS, PACKAGE, Design, source_hash
+from sglang_router_ext.files import write_whole
 
 DIRECTORY = PACKAGE / "records"
 ROUTER = "gate+selection"
@@ -157,11 +157,15 @@ def flips_record(
     return other_record(identity, "flips", body)
 
 
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 def new_run(gpu: str) -> Identity:
     """The identity of a run that starts now in this process on the GPU that the driver calls ``gpu``."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     run = uuid.uuid4().hex[:12]
-    return Identity(schema=1, run=run, time=now, gpu=gpu, commit=machine.commit(), versions=machine.versions())
+    return Identity(schema=1, run=run, time=now(), gpu=gpu, commit=machine.commit(), versions=machine.versions())
 
 
 def microseconds(median: float, p10: float, p90: float) -> str:
@@ -245,17 +249,7 @@ def write(records: Iterable[Record], directory: pathlib.Path = DIRECTORY) -> lis
     for path, new in files.items():
         merged = {record.key: record for record in [*(read(path) if path.exists() else []), *new]}
         lines = [encode(merged[key]) for key in sorted(merged, key=_order)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path = path.resolve()  # a link stays one
-        handle, draft = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(b"\n".join(lines) + b"\n")
-            os.chmod(draft, 0o644)
-            os.replace(draft, path)
-        except OSError:
-            os.unlink(draft)
-            raise
+        write_whole(path, b"\n".join(lines) + b"\n")
     return list(files)
 
 

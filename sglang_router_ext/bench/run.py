@@ -116,12 +116,12 @@ def _ours(batch: Batch, gpu: Gpu | None, line: dict[str, Any]) -> Iterator[_Cand
             yield Line(**line, design=design.name, stages="+".join(design.stages), ours=True, missing=text)
         else:
             yield candidate(design, lambda design=design: launch(design, problem, inputs))
-            if design.plans and design.stages != SELECT_AND_PLAN:
+            if design.plans and "gate" in design.stages:
                 alone = msgspec.structs.replace(design, stages=STAGES)
                 yield candidate(alone, lambda design=design: launch(design, problem, inputs, None))
     runnable = [design for design in table if not refused[design.name]]
     for gate in (d for d in runnable if d.stages == ("gate",) and d.name not in NOT_CHAINED):
-        for selection in (d for d in runnable if d.stages in (("selection",), SELECT_AND_PLAN)):
+        for selection in (d for d in runnable if "gate" not in d.stages):
             call = lambda gate=gate, selection=selection: chain((gate, selection), problem, inputs)  # noqa: E731
             yield candidate(chained(gate, selection), call)
 

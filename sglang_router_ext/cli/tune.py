@@ -14,13 +14,12 @@ from sglang_router_ext import settings, tuned
 from sglang_router_ext.bench import races
 from sglang_router_ext.bench.cases import CASES, Case
 from sglang_router_ext.cli import model as models
-from sglang_router_ext.cli.app import Ticker, app, console, parse_rows, pick, print_json
+from sglang_router_ext.cli.app import DEFAULT_CASE, Ticker, app, console, parse_rows, pick, print_json, this_gpu
 from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 
 if TYPE_CHECKING:
     from sglang_router_ext.bench.run import Line
 
-DEFAULT_CASE = "glm-5.3-flash"
 DEFAULT_ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 BUDGET_S = 270.0
 """Of five minutes, without the builds of a first time, and with some left for the start."""
@@ -54,9 +53,7 @@ def tune(
         return
     cases = _cases(case, model)
     counts = list(DEFAULT_ROWS) if rows is None else parse_rows(rows)
-    here = _this_gpu()
-    expect(here is not None, "tune", "no CUDA GPU here", "a machine with one")
-    assert here is not None
+    here = this_gpu("tune")
     path = tuned.place(here.name) if output is None else output.absolute()
     older = tuned.check_writable(path, here)
     shapes = _measure(cases, counts, here)
@@ -77,12 +74,6 @@ def tune(
     if dropped:
         text = "left out, as they were measured with other sources or versions or on another part of the GPU"
         note.print(f"{', '.join(dropped)}: {text}", markup=False, soft_wrap=True)
-
-
-def _this_gpu() -> Gpu | None:
-    from sglang_router_ext.bench import machine
-
-    return machine.gpu()
 
 
 def _cases(names: Sequence[str] | None, asked: Sequence[str] | None) -> list[Case]:
@@ -165,7 +156,9 @@ def _named(gpu: str | None) -> Gpu | None:
     if gpu is not None:
         return gpu_by_name(gpu)
     try:
-        return _this_gpu()
+        from sglang_router_ext.bench import machine
+
+        return machine.gpu()
     except ImportError:
         return None
 

@@ -24,6 +24,9 @@ struct SelectPlanParams {
   ManyPlanParams plan;
   uint32_t* counts;  // as ManyPlanParams reads them
   int range_rows;
+  int32_t* places;  // [room] of the plan, of which none has a slot yet, and what says so
+  unsigned room;
+  int none;
 };
 
 // kCounts: for a plan.
@@ -39,7 +42,7 @@ __global__ __launch_bounds__((kRangeWarps<kTeam, kGroups, kTopk> * kWarp), 1) vo
   int* counts = reinterpret_cast<int*>(memories + teams);  // elsewhere, then local experts
   let_consumer_start();
   if constexpr (kCounts) {
-    for (int i = threadIdx.x; i < 2 * params.plan.pitch; i += blockDim.x) counts[i] = 0;
+    for (int i = threadIdx.x; i < params.plan.per * params.plan.pitch; i += blockDim.x) counts[i] = 0;
     __syncthreads();
   }
   const int past = min((range + 1) * params.range_rows, params.select.rows);
@@ -54,16 +57,25 @@ __global__ __launch_bounds__((kRangeWarps<kTeam, kGroups, kTopk> * kWarp), 1) vo
       if (warp % kTeam == 0 && lane < params.select.slots) {
         const int id = lane < plan.topk ? memory.id[lane % kTopk] : plan.experts + lane - plan.topk;
         const int local = gone ? -1 : local_of(plan, id);
-        atomicAdd(&counts[local < 0 ? 0 : 2 + local], 1);
+        atomicAdd(&counts[local < 0 ? 0 : params.plan.per + local], 1);
       }
     }
     team_sync<kTeam>(team);
   }
   if constexpr (kCounts) {
+    wait_for_producer();  // a team may have had no row
+    const int none = params.none;
+#pragma unroll 1
+    for (unsigned i = 4 * (range * blockDim.x + threadIdx.x); i < params.room; i += 4 * gridDim.x * blockDim.x) {
+      *reinterpret_cast<int4*>(params.places + i) = int4{none, none, none, none};
+    }
     __syncthreads();
     uint32_t* out = params.counts + static_cast<int64_t>(range) * params.plan.pitch;
     for (int word = threadIdx.x; word < params.plan.pitch; word += blockDim.x) {
-      out[word] = word == 0 ? counts[0] : counts[2 * word] | counts[2 * word + 1] << 16;
+      const int* in = counts + params.plan.per * word;
+      uint32_t all = in[0];
+      if (word > 0) all |= params.plan.per == 4 ? in[1] << 8 | in[2] << 16 | in[3] << 24 : in[1] << 16;
+      out[word] = all;
     }
   }
 }
@@ -79,7 +91,7 @@ inline void launch_select_ranges(const SelectPlanParams& params, cudaStream_t st
         dim3(ranges),
         dim3(teams * kTeam * kWarp),
         1,
-        teams * sizeof(RowMemory<kTeam, kGroups, kTopk>) + 2 * params.plan.pitch * sizeof(int),
+        teams * sizeof(RowMemory<kTeam, kGroups, kTopk>) + params.plan.per * params.plan.pitch * sizeof(int),
         stream,
         params);
   };
@@ -101,9 +113,12 @@ inline void add_plan(SelectPlanParams& params, TensorView counts, const TensorVi
   if constexpr (kFormat == PlanFormat::kAligned) {
     plan.sorted_slots = tensor(0), plan.block_experts = tensor(1), plan.padded = tensor(2);
     plan.counts_elsewhere = plan_tensors[2].size(0) == 2;
+    params.places = plan.sorted_slots, params.room = static_cast<unsigned>(plan_tensors[0].size(0));
+    params.none = plan.rows * plan.slots.value;
   } else {
     plan.slot_to_place = tensor(0), plan.place_to_row = tensor(1), plan.tile_experts = tensor(2);
     plan.tile_ends = tensor(3), plan.tiles = tensor(4), plan.places = tensor(5), plan.counts = tensor(6);
+    params.places = plan.place_to_row, params.room = static_cast<unsigned>(plan_tensors[1].size(0)) - 1, params.none = -1;
   }
   params.counts = static_cast<uint32_t*>(counts.data_ptr());
   params.plan.ids = params.select.ids;
@@ -111,31 +126,33 @@ inline void add_plan(SelectPlanParams& params, TensorView counts, const TensorVi
   params.range_rows = static_cast<int>(asked.range_rows);
   params.plan.ranges = static_cast<int>(counts.size(0));
   params.plan.pitch = static_cast<int>(counts.size(1));
+  params.plan.per = params.range_rows <= kByteRows ? 4 : 2;
+  params.plan.fours = Divisor::of(params.plan.pitch / 4);
+  params.plan.parts = kManyPlanThreads / params.plan.fours.value;
   params.plan.block_rows = static_cast<int>(asked.block_rows);
   params.plan.block_ranges = params.plan.block_rows / params.range_rows;
 }
 
 template <int kExperts, PlanFormat kFormat>
 inline void launch_many_blocks(const SelectPlanParams& params, cudaStream_t stream) {
-  auto go = [&]<bool kWide>() {
+  auto go = [&]<bool kBytes>() {
     launch(
-        &many_blocks_kernel<kExperts, kFormat, kWide>,
+        &many_blocks_kernel<kExperts, kFormat, kBytes>,
         dim3((params.select.rows + params.plan.block_rows - 1) / params.plan.block_rows),
         dim3(kManyPlanThreads),
         1,
-        sizeof(ManyPlanMemory<kExperts, kWide>),
+        sizeof(ManyPlanMemory<kExperts>),
         stream,
         params.plan);
   };
-  params.select.rows < kPackedRows ? go.template operator()<false>() : go.template operator()<true>();
+  params.plan.per == 4 ? go.template operator()<true>() : go.template operator()<false>();
 }
 
 // Entry point of both.
 template <int kGroups, bool kVector, bool kGrouped, Score kScore, PlanFormat kFormat>
 struct SelectPlan {
-  // logits .. image_bias and experts .. image_token: as WarpSelect takes them; counts [ranges, pitch] int32 (written);
-  // plan0
-  // ..: the plan's tensors (written), in the order of the format
+  // logits .. image_bias and experts .. image_token: as WarpSelect takes them; counts [ranges, pitch] int32 (written), which
+  // ManyPlanParams explains; plan0 .. plan6: the plan's tensors (written), in the order of the format
   static void run(
       TensorView logits,
       TensorView bias,

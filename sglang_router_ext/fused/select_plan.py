@@ -17,18 +17,21 @@ from sglang_router_ext.selection.warp_select import outputs, per_row, scalars, t
 HEADER = "fused/select_plan.cuh"
 MOST_RANGES = 128
 """Ranges of rows that are selected and counted by a block each: every block of the plan reads all counts."""
-MOST_PLANNERS, PLANNED_ROWS = 64, 128
-"""Blocks of the plan at most, and the rows that one takes at a time."""
+BYTE_ROWS = 255
+"""Up to here a range's counts are bytes, and else of 16 bits."""
+MOST_PLANNERS, PLANNED_ROWS = 128, 32
+"""Blocks of the plan at most, and the rows that one has at least."""
 
 
 def range_rows(rows: int) -> int:
-    """Rows that a block selects and counts: a power of two, so that they go into :func:`block_rows`."""
-    return max(2, 1 << (-(-rows // MOST_RANGES) - 1).bit_length())
+    """Rows that a block selects and counts."""
+    return max(2, -(-rows // MOST_RANGES))
 
 
 def block_rows(rows: int) -> int:
-    """Rows that a block of the plan places."""
-    return max(PLANNED_ROWS, 1 << (-(-rows // MOST_PLANNERS) - 1).bit_length())
+    """Rows that a block of the plan places: those of some ranges."""
+    each = range_rows(rows)
+    return -(-max(PLANNED_ROWS, -(-rows // MOST_PLANNERS)) // each) * each
 
 
 def instance(problem: Problem, vector: bool, kind: str) -> str:
@@ -40,7 +43,7 @@ class Room(NamedTuple):
     """Where the kernels write a plan, and what they are asked for."""
 
     plan: dict[str, torch.Tensor]  # by the names of reference.plan; {} of none
-    counts: torch.Tensor  # [ranges, words] int32: slots of each range, two local experts a word
+    counts: torch.Tensor  # [ranges, words] int32: slots of each range
     tensors: list[torch.Tensor]  # those of the plan, and others in place of those that a format has not
     asked: tuple[int, int, int, int, int]  # block, first_local, locals, rows of a range and of a block of the plan
 
@@ -57,9 +60,10 @@ def room(problem: Problem, rows: int, form: PlanForm | None, device: torch.devic
     expect(last <= problem.experts + problem.shared, "locals", got, f"those of {problem}")
     places = rows * problem.slots + (locals_ + 1) * form.block
     expect(places < 2**31, "rows", rows, f"fewer than 2^31 places, {problem.slots} slots a row")
-    expect(range_rows(rows) < 2**16, "rows", rows, "at most 4,194,304 with a plan: a range's counts have 16 bits")
+    expect(range_rows(rows) < 2**16, "rows", rows, "at most 8,388,480 with a plan: a range's counts have 16 bits")
     plan, each = empty_plan(problem, form, rows, device), range_rows(rows)
-    words = -(-(locals_ + 2) // 4) * 2  # two counts each; of slots elsewhere one
+    per = 4 if each <= BYTE_ROWS else 2
+    words = -(-(locals_ + per) // (4 * per)) * 4  # the first is of slots elsewhere
     counts = torch.empty((-(-rows // each), words), dtype=torch.int32, device=device)
     tensors = [*plan.values(), *[none] * (len(NAMES["tiles"]) - len(plan))]
     return Room(plan, counts, tensors, (form.block, form.first_local, locals_, each, block_rows(rows)))

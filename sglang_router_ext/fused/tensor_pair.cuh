@@ -8,7 +8,14 @@
 
 namespace rx {
 
-template <int kNarrow, int kMiddle, int kGroups, bool kVector, bool kGrouped, Score kScore, PlanFormat kFormat>
+// What a block of the gate has; it changes no bit.
+enum class Tile {
+  kNarrow,  // 64 rows, kNarrow experts; two blocks a multiprocessor
+  kMiddle,  // 64 rows, kMiddle experts; the same
+  kTall     // 128 rows, kWide experts: the fewest bytes to bring, for rows that fill the GPU so
+};
+
+template <int kNarrow, int kMiddle, int kWide, int kGroups, bool kVector, bool kGrouped, Score kScore, PlanFormat kFormat>
 struct TensorPair {
   // hidden, weight: as TensorCore takes them; sums [rows, 8, 128 * groups] fp32 (written); logits .. counts: as SelectPlan;
   // plan: kNone for none, then range_rows is 1
@@ -47,11 +54,16 @@ struct TensorPair {
       int64_t locals,
       int64_t range_rows,
       int64_t block_rows,
-      bool narrow) {
-    if (narrow) {
-      launch_tensor_core<kNarrow, 1, 8, stages_in<kNarrow, 1, 8>(kHalfRoom), true>(hidden, weight, sums);
-    } else {
-      launch_tensor_core<kMiddle, 1, 8, stages_in<kMiddle, 1, 8>(kHalfRoom), true>(hidden, weight, sums);
+      int64_t tile) {
+    switch (static_cast<Tile>(tile)) {
+      case Tile::kNarrow:
+        launch_tensor_core<kNarrow, 1, 8, stages_in<kNarrow, 1, 8>(kHalfRoom), true>(hidden, weight, sums);
+        break;
+      case Tile::kMiddle:
+        launch_tensor_core<kMiddle, 1, 8, stages_in<kMiddle, 1, 8>(kHalfRoom), true>(hidden, weight, sums);
+        break;
+      case Tile::kTall:
+        launch_tensor_core<kWide, 2, 8, stages_in<kWide, 2, 8>(kRoom), true>(hidden, weight, sums);
     }
     SelectPlanParams params{};
     params.select = warp_select_params(

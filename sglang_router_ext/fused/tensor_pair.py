@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
 from sglang_router_ext import build
@@ -9,18 +11,38 @@ from sglang_router_ext.arguments import check_gate, check_per_row, check_selecti
 from sglang_router_ext.contract import PlanForm, Problem, Tokens
 from sglang_router_ext.fused import select_plan
 from sglang_router_ext.fused.single import FORMATS
-from sglang_router_ext.gate.tensor_core import SPLIT, widths
+from sglang_router_ext.gate.tensor_core import SPLIT, TILE_ROWS, WIDTHS, processors, widths
 from sglang_router_ext.selection.warp_select import groups, outputs, per_row, scalars, template, vectorised
 
 HEADER = "fused/tensor_pair.cuh"
-NARROW_ROWS = 256
-"""Up to here more blocks of fewer experts are faster."""
+
+
+class Tile(enum.IntEnum):
+    """What a block of the gate has; the terms are those of tensor_pair.cuh. It changes no bit of the result."""
+
+    NARROW, MIDDLE, TALL = range(3)
+
+
+def tile(rows: int, experts: int, most: int) -> Tile:
+    """The first, of ever fewer blocks, that starts at once, two a multiprocessor; or the last."""
+    tiles, (narrow, middle) = -(-rows // TILE_ROWS), widths(experts)
+    for which, width in ((Tile.NARROW, narrow), (Tile.MIDDLE, middle)):
+        if tiles * -(-experts // width) * SPLIT <= 2 * most:
+            return which
+    return Tile.TALL
+
+
+def wide(experts: int) -> int:
+    """Experts of a block of 128 rows: an instruction's, so that there are few blocks, and few of its columns are nobody's."""
+    each = -(-experts // -(-experts // WIDTHS[-1]))
+    return next(width for width in WIDTHS if width >= each)
 
 
 def instance(problem: Problem, vector: bool, kind: str | None) -> str:
     """The C++ instance that serves ``problem`` and a format."""
     narrow, middle = widths(problem.experts)
-    return f"TensorPair<{narrow}, {middle}, {template(problem, vector)}, ::rx::PlanFormat::{FORMATS[kind]}>"
+    of_gate = f"{narrow}, {middle}, {wide(problem.experts)}"
+    return f"TensorPair<{of_gate}, {template(problem, vector)}, ::rx::PlanFormat::{FORMATS[kind]}>"
 
 
 def tensor_pair(
@@ -51,6 +73,6 @@ def tensor_pair(
     more = per_row(none, num_token_non_padded, packed, tokens)
     module = build.load(HEADER, instance(problem, vectorised(experts, bias), None if form is None else form.kind))
     add, numbers = none if bias is None else bias, scalars(problem, tokens)
-    narrow = rows <= NARROW_ROWS
-    module.run(hidden, weight, add, sums, logits, ids, weights, *more, counts, *tensors, *numbers, *asked, narrow)
+    which = int(tile(rows, experts, processors(device)))
+    module.run(hidden, weight, add, sums, logits, ids, weights, *more, counts, *tensors, *numbers, *asked, which)
     return logits, ids, weights, plan

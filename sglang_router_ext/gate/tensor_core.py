@@ -15,6 +15,8 @@ from sglang_router_ext.arguments import check_gate
 HEADER = "gate/tensor_core.cuh"
 TILE_ROWS = 64
 SPLIT = 8
+WIDTHS = (64, 80, 96, 128, 144, 160, 192)
+"""Experts that an instruction multiplies, of those that hopper.cuh has."""
 
 
 class Way(enum.IntEnum):
@@ -32,20 +34,19 @@ def widths(experts: int) -> tuple[int, int]:
     return narrow, next((width for width in (160, 144) if experts % width == 0), 128)
 
 
-@functools.cache
-def way(rows: int, experts: int, processors: int) -> Way:
+def way(rows: int, experts: int, most: int) -> Way:
     """The first, of ever fewer blocks, that starts at once: in a second wave a block costs as much as in the first. Clusters of
     eight leave some multiprocessors alone (of 132 an H200 fills 112 with them).
     """
     narrow, middle = (-(-experts // width) for width in widths(experts))
-    tiles, clustered = -(-rows // TILE_ROWS), processors * 28 // 33
+    tiles, clustered = -(-rows // TILE_ROWS), most * 28 // 33
     if tiles * narrow * SPLIT <= clustered:
         return Way.NARROW
     if tiles * middle * SPLIT <= 2 * clustered:
         return Way.MIDDLE
-    if tiles * middle * 2 <= processors:
+    if tiles * middle * 2 <= most:
         return Way.HALVES
-    return Way.ALONE if tiles * middle <= processors else Way.TALL
+    return Way.ALONE if tiles * middle <= most else Way.TALL
 
 
 def instance(experts: int) -> str:
@@ -59,12 +60,12 @@ def tensor_core(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     check_gate("tensor_core", hidden, weight)
     rows, experts = len(hidden), len(weight)
     logits = torch.empty((rows, experts), dtype=torch.float32, device=hidden.device)
-    if rows > 0:
-        how = way(rows, experts, _processors(hidden.device))
-        build.load(HEADER, instance(experts)).run(hidden, weight, logits, int(how))
+    how = way(rows, experts, processors(hidden.device))
+    build.load(HEADER, instance(experts)).run(hidden, weight, logits, int(how))
     return logits
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of ``device``."""
     return torch.cuda.get_device_properties(device).multi_processor_count

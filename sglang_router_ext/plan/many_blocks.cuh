@@ -1,24 +1,25 @@
 // The plan of any number of rows, behind a selection that counted: of each range of rows it is known how many slots every local
 // expert has. A block has some ranges. It adds up what it needs to know of all the others, and none waits for any. The formats
-// are those of one_block.cuh.
+// are those of one_block.cuh; places that no slot has were emptied by the selection, which has more blocks for it.
 //
-//   registers   a thread adds up four experts' counts over some of the ranges
+//   registers   a thread adds up 16 bytes of counts over some of the ranges
 //   shared      ManyPlanMemory: what came of that; and 128 rows at a time PlanMemory's bit per expert and row, so that ranks
 //   are
 //               popcounts and slots ascend
 //
-// What all blocks read grows with their number times that of the ranges, so there are few blocks; and each runs its code once,
-// so that this is short: instructions are fetched at about 400 a microsecond. What lost (256 rows, 3 us): a block for each
-// range
-// (+2 us); all loops unrolled and divisions inlined, 2,192 instructions (+5 us).
+// What takes long is 128 ranges' counts on their way to one multiprocessor, and slots' stores, each to a sector of its own. So
+// a count is a byte where that is enough, and a block has few rows. What lost (256 rows, 3.4 us behind the selection): 128 rows
+// a block (+1.1 us); 1,024 threads (+1.2 us); counts of 16 bits, and padding written here (+1.5 us); all loops unrolled and
+// divisions inlined (+2 us: instructions are fetched at about 400 a microsecond); a rehearsal before the wait, to have the
+// instructions there (+1.6 us).
 #pragma once
 
 #include "one_block.cuh"
 
 namespace rx {
 
-inline constexpr int kManyPlanThreads = 1024;
-inline constexpr int kPackedRows = 1 << 16;  // below, all slots of an expert fit into 16 bits
+inline constexpr int kManyPlanThreads = 512;
+inline constexpr int kByteRows = 255;  // a range of at most so many has counts of one byte
 
 // A size of blocks, 2^shift or three times that.
 struct BlockSize {
@@ -40,8 +41,10 @@ struct ManyPlanParams {
   PlanParams plan;  // `ids`, `planners`, `block` and `room` are of no use here
   BlockSize block;
   const int32_t* ids;      // [rows, slots]
-  const uint32_t* counts;  // [ranges, pitch]: slots elsewhere, then two local experts a word; an even number
-  int ranges, pitch;
+  const uint32_t* counts;  // [ranges, pitch]: slots elsewhere; then `per` local experts a word, four or two
+  int ranges, pitch, per;
+  Divisor fours;                 // of a range's words, which are a multiple of four
+  int parts;                     // that share the ranges: threads over fours
   int block_ranges, block_rows;  // of a block of the plan
 };
 
@@ -51,7 +54,7 @@ __device__ __forceinline__ int local_of(const PlanParams& params, int id) {
   return id >= 0 && local < static_cast<unsigned>(params.locals) ? static_cast<int>(local) : -1;
 }
 
-template <int kExperts, bool kWide>
+template <int kExperts>
 struct ManyPlanMemory {
   static constexpr int kGroups = PlanMemory<kExperts>::kGroups, kElsewhere = kWarp * kGroups;  // the last class
   PlanMemory<kExperts> rows;
@@ -59,15 +62,16 @@ struct ManyPlanMemory {
   int before[kElsewhere + 1];  // in the ranges before this block's, and in these those before the rows at hand
   int block[kElsewhere];       // blocks of the classes before it in its group of 32
   int group[kGroups];          // blocks of a group
-  // What threads added up, of total and before: two classes a word, as they were counted; kWide: each by itself.
-  uint32_t parts[2][(kWide ? 4 : 2) * kManyPlanThreads];
+  // What threads added up, of total and before, two of a word of counts. Bytes: number 0 and 2, and 1 and 3, share one.
+  alignas(16) uint32_t parts[2][8 * kManyPlanThreads];
 };
 
-template <int kExperts, PlanFormat kFormat, bool kWide>
+// kBytes: counts are bytes.
+template <int kExperts, PlanFormat kFormat, bool kBytes>
 __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const __grid_constant__ ManyPlanParams params) {
-  using Memory = ManyPlanMemory<kExperts, kWide>;
+  using Memory = ManyPlanMemory<kExperts>;
   constexpr int kGroups = Memory::kGroups, kElsewhere = Memory::kElsewhere, kThreads = kManyPlanThreads;
-  constexpr int kWarps = kThreads / kWarp, kEach = kWide ? 4 : 2;
+  constexpr int kWarps = kThreads / kWarp, kEach = 8, kPer = kBytes ? 4 : 2;
   constexpr bool kAligned = kFormat == PlanFormat::kAligned;
   extern __shared__ __align__(16) unsigned char bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(bytes);
@@ -81,15 +85,24 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
   wait_for_producer();
   __syncthreads();
 
-  // Four classes a thread, in every n-th range; the first ones of them are on their way while the slots are added.
-  const int fours = params.pitch / 2, parts = kThreads / fours, part = threadIdx.x / fours, four = threadIdx.x - part * fours;
-  constexpr int kFlying = 8;
-  uint2 count[kFlying];
+  // Slots, and the counts of some classes in every n-th range: the first ones are on their way before any is used.
+  constexpr int kFlyingIds = 2, kFlying = 5;
+  int32_t id[kFlyingIds];
+  auto load_ids = [&](int64_t begin, int slot, int here) {
+#pragma unroll
+    for (int i = 0; i < kFlyingIds; ++i) {
+      if (slot + i * kThreads < here) id[i] = __ldcg(params.ids + begin + slot + i * kThreads);
+    }
+  };
+  load_ids(static_cast<int64_t>(first_row) * slots, threadIdx.x, min(kPlanRows, past - first_row) * slots);
+  const int fours = params.fours.value, parts = params.parts;
+  const int part = params.fours.quotient(threadIdx.x), four = threadIdx.x - part * fours;
+  uint4 count[kFlying];
   auto load_counts = [&](int first) {
-    const uint32_t* from = params.counts + static_cast<int64_t>(first) * params.pitch + 2 * four;
+    const uint32_t* from = params.counts + static_cast<int64_t>(first) * params.pitch + 4 * four;
 #pragma unroll
     for (int i = 0; i < kFlying; ++i) {
-      count[i] = first + i * parts < params.ranges ? __ldcg(reinterpret_cast<const uint2*>(from)) : uint2{};
+      count[i] = first + i * parts < params.ranges ? __ldcg(reinterpret_cast<const uint4*>(from)) : uint4{};
       from += parts * params.pitch;
     }
   };
@@ -101,12 +114,17 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
     const int here = min(kPlanRows, past - first) * slots;
     const int64_t begin = static_cast<int64_t>(first) * slots;
 #pragma unroll 1
-    for (int slot = threadIdx.x; slot < here; slot += kThreads) {
-      const int row = plan.slots.quotient(slot), k = slot - row * slots,
-                local = local_of(plan, __ldcg(params.ids + begin + slot));
-      memory.rows.local_of[slot] = static_cast<int16_t>(local);
-      atomicOr(
-          local < 0 ? &memory.rows.elsewhere[row] : &memory.rows.rows_of[local][row / 32], 1u << (local < 0 ? k : row % 32));
+    for (int next = threadIdx.x; next < here; next += kFlyingIds * kThreads) {
+      if (first > first_row || next >= kThreads) load_ids(begin, next, here);
+#pragma unroll
+      for (int i = 0; i < kFlyingIds; ++i) {
+        const int slot = next + i * kThreads;
+        if (slot >= here) break;
+        const int row = plan.slots.quotient(slot), k = slot - row * slots, local = local_of(plan, id[i]);
+        memory.rows.local_of[slot] = static_cast<int16_t>(local);
+        atomicOr(
+            local < 0 ? &memory.rows.elsewhere[row] : &memory.rows.rows_of[local][row / 32], 1u << (local < 0 ? k : row % 32));
+      }
     }
     if (first == first_row) {
       if (part < parts) {
@@ -117,10 +135,14 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
           if (r > part) load_counts(r);
 #pragma unroll
           for (int i = 0; i < kFlying; ++i) {
-            uint32_t each[kEach] = {count[i].x, count[i].y};
-            if constexpr (kWide) {
-              each[2] = each[1] & 0xffffu, each[3] = each[1] >> 16;
-              each[1] = four == 0 ? 0 : each[0] >> 16, each[0] = four == 0 ? each[0] : each[0] & 0xffffu;
+            const uint32_t word[4] = {count[i].x, count[i].y, count[i].z, count[i].w};
+            uint32_t each[kEach];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+              const uint32_t second = kBytes ? word[w] >> 8 & 0x00ff00ffu : word[w] >> 16;
+              const bool whole = w == 0 && four == 0;  // of slots elsewhere
+              each[2 * w] = whole ? word[w] : word[w] & (kBytes ? 0x00ff00ffu : 0xffffu);
+              each[2 * w + 1] = whole ? 0 : second;
             }
 #pragma unroll
             for (int c = 0; c < kEach; ++c) {
@@ -130,8 +152,10 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
           }
         }
 #pragma unroll
-        for (int c = 0; c < kEach; ++c) {
-          memory.parts[0][kEach * threadIdx.x + c] = all[c], memory.parts[1][kEach * threadIdx.x + c] = before[c];
+        for (int c = 0; c < kEach; c += 4) {
+          uint32_t* to = memory.parts[0] + kEach * threadIdx.x + c;
+          *reinterpret_cast<uint4*>(to) = uint4{all[c], all[c + 1], all[c + 2], all[c + 3]};
+          *reinterpret_cast<uint4*>(to + kEach * kThreads) = uint4{before[c], before[c + 1], before[c + 2], before[c + 3]};
         }
       }
       __syncthreads();
@@ -139,16 +163,16 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
       // A class a thread: its sums, and how many blocks it and its group of 32 need. The last group has those elsewhere.
 #pragma unroll 1
       for (int group = warp; group <= kGroups; group += kWarps) {
-        const int local = group * kWarp + lane, place = group < kGroups ? local + 2 : 0;
+        const int local = group * kWarp + lane, place = group < kGroups ? local + kPer : 0;
         uint32_t all = 0, before = 0;
-        if (place < 2 + plan.locals) {
-          const uint32_t* from = memory.parts[0] + (kWide ? place : place / 2);
-#pragma unroll 2
+        if (place < kPer + plan.locals) {
+          const uint32_t* from = memory.parts[0] + (place / kPer * 2 + place % 2);
+#pragma unroll 4
           for (int i = 0; i < parts; ++i, from += kEach * fours) {
             all += from[0], before += from[kEach * kThreads];
           }
-          if (!kWide && place > 0) {
-            all = local % 2 ? all >> 16 : all & 0xffffu, before = local % 2 ? before >> 16 : before & 0xffffu;
+          if (kBytes && place > 0) {
+            all = place & 2 ? all >> 16 : all & 0xffffu, before = place & 2 ? before >> 16 : before & 0xffffu;
           }
         }
         const int mine = params.block.blocks(static_cast<int>(all));
@@ -204,15 +228,13 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
       }
     }
     if (first == first_row) {
-      // What is not a slot: each class by a warp of one block, and what is about all of them by the first block.
-      const int none = kAligned ? plan.rows * slots : -1;
-      int32_t* places = kAligned ? plan.sorted_slots : plan.place_to_row;
+      // What is about blocks: each class by a thread, its blocks by all blocks in turn; what is about all, by the first.
 #pragma unroll 1
-      for (int c = blockIdx.x + gridDim.x * warp; c < plan.locals + kAligned; c += gridDim.x * kWarps) {
+      for (int c = threadIdx.x; c - lane < plan.locals + kAligned; c += kThreads) {
         const int local = c < plan.locals ? c : -1, all = memory.total[local < 0 ? kElsewhere : local];
-        const int block = first_block(local), blocks = params.block.blocks(all);
+        const int block = first_block(local), blocks = c < plan.locals + kAligned ? params.block.blocks(all) : 0;
 #pragma unroll 1
-        for (int i = lane; i < blocks; i += kWarp) {
+        for (int i = blockIdx.x; i < blocks; i += gridDim.x) {
           if constexpr (kAligned) {
             plan.block_experts[block + i] = local;
           } else {
@@ -220,8 +242,6 @@ __global__ __launch_bounds__(kManyPlanThreads, 1) void many_blocks_kernel(const 
             plan.tile_ends[block + i] = block * size + min(all, (i + 1) * size);
           }
         }
-#pragma unroll 1
-        for (int i = all + lane; i < blocks * size; i += kWarp) places[block * size + i] = none;
       }
       if (blockIdx.x == 0) {
         const int blocks = of_warp + (kGroups > kWarp ? memory.group[kGroups - 1] : 0);

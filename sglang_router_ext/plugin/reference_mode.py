@@ -66,8 +66,8 @@ class OracleRoute(Route):
         if "gate" in TABLE[selection].stages:
             return None, None, None
         ids, weights = self._outputs(self._truth(logits, bias, num_token_non_padded, tokens), packed)
-        planned = form is not None and TABLE[selection].plans
-        return ids, weights, reference.plan(self.problem, form, ids) if planned and form is not None else None
+        plan = None if form is None or not TABLE[selection].plans else reference.plan(self.problem, form, ids)
+        return ids, weights, plan
 
     def _truth(
         self, logits: torch.Tensor, bias: torch.Tensor | None, padding: torch.Tensor | None, tokens: Tokens | None

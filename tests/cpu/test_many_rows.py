@@ -8,8 +8,9 @@ from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.choose import BATCHED, Choice, choose
 from sglang_router_ext.contract import ContractError, PlanForm, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE
-from sglang_router_ext.fused.select_plan import MOST_RANGES, range_rows
-from sglang_router_ext.gate.tensor_core import SPLIT, TILE_ROWS, Way, way, widths
+from sglang_router_ext.fused.select_plan import MOST_PLANNERS, MOST_RANGES, PLANNED_ROWS, block_rows, range_rows
+from sglang_router_ext.fused.tensor_pair import Tile, tile, wide
+from sglang_router_ext.gate.tensor_core import SPLIT, TILE_ROWS, WIDTHS, Way, way, widths
 from sglang_router_ext.plugin.blocks import form_key
 from sglang_router_ext.route import Route
 
@@ -44,12 +45,24 @@ def test_a_launch_starts_at_once_as_long_as_there_is_a_way(experts: int) -> None
         assert blocks <= PROCESSORS
 
 
+@pytest.mark.parametrize("experts", [1, 64, 160, 256, 288, 384, 896, 1024])
+def test_a_pair_of_few_rows_starts_at_once(experts: int) -> None:
+    tiles = [tile(rows, experts, PROCESSORS) for rows in range(1, 1025)]
+    assert tiles == sorted(tiles) and tiles[0] == Tile.NARROW
+    for rows, which in enumerate(tiles, 1):
+        if which != Tile.TALL:
+            width = widths(experts)[which]
+            assert -(-rows // TILE_ROWS) * -(-experts // width) * SPLIT <= 2 * PROCESSORS
+    assert wide(experts) in WIDTHS and -(-experts // wide(experts)) <= -(-experts // widths(experts)[1])
+
+
 def test_every_row_is_in_a_range_and_counts_fit_into_sixteen_bits() -> None:
     for rows in COUNTS:
-        each = range_rows(rows)
+        each, planned = range_rows(rows), block_rows(rows)
         ranges = -(-rows // each)
         assert (ranges - 1) * each < rows <= ranges * each
         assert ranges <= MOST_RANGES and each < 2**16
+        assert planned % each == 0 and planned >= PLANNED_ROWS and -(-rows // planned) <= MOST_PLANNERS
 
 
 def bits(choice: Choice) -> tuple[str, ...]:
