@@ -41,7 +41,13 @@ def vector_rows(tensor: torch.Tensor) -> bool:
 def check_vector_rows(name: str, tensor: torch.Tensor) -> None:
     got = f"{describe(tensor)} at address {tensor.data_ptr() % VECTOR_BYTES} modulo {VECTOR_BYTES}"
     expect(vector_rows(tensor), name, got, f"rows that start at multiples of {VECTOR_BYTES} bytes")
-    expect(len(tensor) == 1 or tensor.stride(0) < 2**31, name, describe(tensor), "fewer than 2^31 elements from row to row")
+    apart = range(tensor.shape[1], 2**31)
+    expect(
+        len(tensor) == 1 or tensor.stride(0) in apart,
+        name,
+        describe(tensor),
+        f"{apart[0]} to {apart[-1]} elements from row to row",
+    )
 
 
 def check_cuda(name: str, tensor: object) -> None:
@@ -66,6 +72,7 @@ def check_gate(
     allowed = [getattr(torch, name) for name in row.weight_dtypes]
     dtype = weight.dtype if isinstance(weight, torch.Tensor) and weight.dtype in allowed else allowed[0]
     check_tensor("weight", weight, dtype, (None, hidden.shape[1]), hidden.device)
+    expect(len(weight) > 0, "weight", describe(weight), "one expert or more")
     if problem is not None:
         fits = tuple(weight.shape) == (problem.experts, problem.hidden)
         expect(fits and str(weight.dtype) == f"torch.{problem.weight_dtype}", "weight", describe(weight), f"that of {problem}")

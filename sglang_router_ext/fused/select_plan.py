@@ -53,6 +53,7 @@ def room(problem: Problem, rows: int, form: PlanForm | None, device: torch.devic
     none = torch.empty(0, dtype=torch.int32, device=device)
     if form is None:
         return Room({}, none, [none] * len(NAMES["tiles"]), (1, 0, 0, 1, 1))
+    expect(isinstance(form, PlanForm), "form", type(form).__name__, "a PlanForm")
     locals_ = form.local_experts(problem)
     last = form.first_local + locals_
     expect(problem.slots <= PLAN_SLOTS, "topk", f"{problem.slots} slots", f"at most {PLAN_SLOTS} of a row, with a plan")
@@ -86,6 +87,7 @@ def select_plan(
     check_selection("select_plan", problem, logits, bias, num_token_non_padded, logits.device)
     check_per_row(problem, len(logits), tokens, packed, logits.device)
     rows, device = len(logits), logits.device
+    expect(form is not None, "form", form, "a PlanForm")
     expect(rows > 0, "logits", f"{rows} rows", "one row or more")
     plan, counts, tensors, asked = room(problem, rows, form, device)
     ids, weights = outputs(rows, problem.slots, device)
