@@ -38,13 +38,30 @@ NOT_ASKED = "plan refused: SGLang selected by a function that is not hooked"
 PADDED, SIMULATED = "padded rows were masked in place", "the routing is simulated"
 NAMES = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
 
-Forms = dict[int, PlanForm]
-"""Row count, as :func:`form_key` has it -> the plan that a layer's experts ask for."""
 
+class Forms:
+    """The plans that a layer's experts ask for. Each row count that a graph is captured for has its own; prefills, which come
+    in all of them, share what the next 128 rows ask for, until two of these ask for different ones.
+    """
 
-def form_key(rows: int) -> int:
-    """Each row count that a graph is captured for by itself; prefills, which come in all of them, by the next 128."""
-    return rows if rows <= PLAN_ROWS else -(-rows // PLAN_ROWS) * PLAN_ROWS
+    def __init__(self) -> None:
+        self._shared: dict[int, PlanForm] = {}
+        self._mixed: dict[int, dict[int, PlanForm]] = {}  # the same, row count by row count
+
+    def __getitem__(self, rows: int) -> PlanForm | None:
+        key = self._key(rows)
+        return self._mixed[key].get(rows) if key in self._mixed else self._shared.get(key)
+
+    def __setitem__(self, rows: int, form: PlanForm) -> None:
+        key = self._key(rows)
+        if key in self._mixed or (rows > PLAN_ROWS and self._shared.get(key, form) != form):
+            self._mixed.setdefault(key, {})[rows] = form
+        else:
+            self._shared[key] = form
+
+    @staticmethod
+    def _key(rows: int) -> int:
+        return rows if rows <= PLAN_ROWS else -(-rows // PLAN_ROWS) * PLAN_ROWS
 
 
 class Blocks(NamedTuple):
@@ -235,7 +252,7 @@ def _refusal(
         return "experts that the router does not know"
     asked = PlanForm(kind="aligned", block=block, first_local=first, locals=experts, counts_elsewhere=counts_elsewhere)
     known = carried.form
-    carried.forms[form_key(len(ids))] = asked
+    carried.forms[len(ids)] = asked
     if known is None:
         return "the first call at a row count shows the block size"
     if known != asked:

@@ -28,7 +28,7 @@ from sglang_router_ext.contract import DTYPES, PLAN_ROWS, PlanForm, Problem, Tok
 from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.fused import single, words
 from sglang_router_ext.plugin import counters, overlap, preflight
-from sglang_router_ext.plugin.blocks import Blocks, Forms, form_key
+from sglang_router_ext.plugin.blocks import Blocks, Forms
 from sglang_router_ext.plugin.counters import HOST
 from sglang_router_ext.plugin.handover import Plan, hand_over
 from sglang_router_ext.plugin.problem import (
@@ -141,7 +141,7 @@ class Layer:
         """What this call's hidden states were before the block cast them, where it does; see ``linear.py``."""
         elsewhere = not isinstance(config, Hash) and selects_elsewhere(config)
         self._elsewhere = dict.fromkeys(_SELECTIONS, ELSEWHERE) if elsewhere else {}
-        self.forms: Forms = {}
+        self.forms = Forms()
         self._bound: tuple[Any, ...] | None = None
         self._route: Route | None = None
         self._spares: dict[str, Route] = {}
@@ -161,7 +161,7 @@ class Layer:
         weight: torch.Tensor = gate.weight.detach()  # kernels take no tensors that require gradients
         bias: torch.Tensor | None = getattr(self.config, "correction_bias", None)
         bias = None if bias is None else bias.detach()
-        form = self.forms.get(form_key(len(hidden)))
+        form = self.forms[len(hidden)]
         route = self._bind(weight, bias, hidden)
         tokens = noted.tokens if noted is not None and noted.hidden() is hidden else None
         if route.problem.reads_tokens and tokens is None:

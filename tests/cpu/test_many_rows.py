@@ -11,7 +11,7 @@ from sglang_router_ext.designs import DESIGNS, TABLE
 from sglang_router_ext.fused.select_plan import MOST_PLANNERS, MOST_RANGES, PLANNED_ROWS, block_rows, range_rows
 from sglang_router_ext.fused.tensor_pair import Tile, tile, wide
 from sglang_router_ext.gate.tensor_core import SPLIT, TILE_ROWS, WIDTHS, Way, way, widths
-from sglang_router_ext.plugin.blocks import form_key
+from sglang_router_ext.plugin.blocks import Forms
 from sglang_router_ext.route import Route
 
 H200 = gpu_by_name("h200")
@@ -108,9 +108,24 @@ def test_a_selection_plans_only_where_experts_take_a_plan() -> None:
 
 
 def test_prefills_of_like_size_share_what_was_learned_of_their_plan() -> None:
-    assert [form_key(rows) for rows in (1, 127, 128)] == [1, 127, 128]
-    assert [form_key(rows) for rows in (129, 256, 257, 8192)] == [256, 256, 384, 8192]
-    assert len({form_key(rows) for rows in range(129, 8193)}) == 63
+    forms, small, large = Forms(), PlanForm(kind="aligned", block=64), PlanForm(kind="aligned", block=128)
+    for rows in (127, 128, 200, 8000):
+        forms[rows] = small
+    assert [forms[rows] for rows in (126, 127, 128)] == [None, small, small]
+    assert [forms[rows] for rows in (129, 256, 257, 7936, 7937, 8064, 8065)] == [small, small, None, None, small, small, None]
+    forms[128] = large  # a row count by itself may change its mind
+    assert forms[128] == large
+
+
+def test_prefills_of_like_size_that_ask_for_different_plans_settle() -> None:
+    forms, small, large = Forms(), PlanForm(kind="aligned", block=64), PlanForm(kind="aligned", block=128)
+    asked = {200: small, 250: large, 256: large, 257: small}
+    seen = []
+    for _ in range(4):
+        for rows, form in asked.items():
+            seen.append(forms[rows] == form)
+            forms[rows] = form
+    assert all(seen[len(asked) * 2 :])  # the first turn teaches, in the second they are known to be mixed
 
 
 def test_a_selection_that_plans_names_a_wrong_form() -> None:
