@@ -58,10 +58,12 @@ SHORT_CASES = (
 MODEL_ROWS = (*range(1, 19), 24, 31, 32, 33, 48, 63, 64)
 KIND_ROWS = (1, 7, 16, 33, 130)
 TOKEN_KINDS = tuple(name for name, kind in KINDS.items() if kind.touches == {"tokens"})
-LARGE_CASES = ("glm-5.3-flash", "glm-4.6")
-LARGE_ROWS = (257, 1024, 8192)
+LARGE_CASES = ("glm-5.3-flash", "deepseek-v3-ungrouped", "kimi-k2", "glm-4.6")
+LARGE_ROWS = (257, 700, 1024, 8192)
 ODD = "odd sizes"
 ODD_ROWS = (1, 7, 16, 17, 131)
+ODD_LARGE_EXPERTS, ODD_LARGE_ROWS = 257, 999
+"""From so many experts on, also this row count: there is another division of work for each width of a block."""
 ODD_KIND_ROWS = (5, 131)
 ODD_KINDS = ("ties", "nan-logits", "odd-strides")
 ODD_HIDDEN = (8, 40, 2688, 2880, 7176)
@@ -122,6 +124,7 @@ def odd_checks() -> Iterator[Check]:
         Problem(experts=60, hidden=10240, topk=9, renormalize=False, scale=1.5, **hashed),
     ]
     for problem in problems:
-        yield from (Check(case=ODD, problem=problem, rows=rows) for rows in ODD_ROWS)
+        counts = (*ODD_ROWS, ODD_LARGE_ROWS) if problem.experts >= ODD_LARGE_EXPERTS else ODD_ROWS
+        yield from (Check(case=ODD, problem=problem, rows=rows) for rows in counts)
         kinds = ("unknown-tokens", "strided") if problem.hashed else ODD_KINDS
         yield from (Check(case=ODD, problem=problem, rows=rows, kind=kind) for kind in kinds for rows in ODD_KIND_ROWS)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sglang_router_ext import reference
-from sglang_router_ext.agreement import Result, compare
+from sglang_router_ext.agreement import Result, compare, compare_plan
 from sglang_router_ext.bench import machine
 from sglang_router_ext.choose import reasons
 from sglang_router_ext.contract import PlanForm, Problem
 from sglang_router_ext.designs import TABLE
-from sglang_router_ext.fused.select_plan import select_plan
+from sglang_router_ext.fused.select_plan import BYTE_ROWS, MOST_RANGES, select_plan
 from sglang_router_ext.gate.tensor_core import tensor_core
 
 ROWS = 65536
@@ -40,6 +40,26 @@ def test_a_gate_of_65536_rows_and_every_row_as_in_a_small_batch(experts: int) ->
     for first, count in ((0, 1), (1, 6), (77, 96), (4000, 1000), (65535, 1)):
         rows = slice(first, first + count)
         assert torch.equal(tensor_core(hidden[rows], weight).view(torch.int32), logits[rows].view(torch.int32))
+
+
+@pytest.mark.parametrize("rows", [300, MOST_RANGES * BYTE_ROWS, MOST_RANGES * BYTE_ROWS + 1, 100_000])
+@pytest.mark.parametrize(
+    "form",
+    [
+        PlanForm(kind="aligned", block=128),
+        PlanForm(kind="aligned", block=8, first_local=100, locals=500, counts_elsewhere=True),
+        PlanForm(kind="tiles", block=16, first_local=895, locals=1),
+    ],
+)
+def test_a_plan_from_counts_of_one_byte_and_of_two(rows: int, form: PlanForm) -> None:
+    refused = reasons(TABLE["select_plan"], WIDE, rows, machine.gpu())
+    if refused:
+        pytest.skip("; ".join(refused))
+    logits, bias = drawn(rows, WIDE.experts), drawn(WIDE.experts)
+    logits[:, 895] += 3.0  # one expert has nearly every row
+    padding = torch.tensor([rows - 7], dtype=torch.int32, device="cuda")
+    ids, _weights, plan = select_plan(WIDE, logits, bias, num_token_non_padded=padding, form=form)
+    assert compare_plan(plan, ids, WIDE, form) == []
 
 
 def test_a_selection_and_its_plan_past_32_bits_of_elements() -> None:
