@@ -20,8 +20,8 @@ HEADER = "fused/tensor_pair.cuh"
 class Tile(enum.IntEnum):
     """What a block of the gate has; the terms are those of tensor_pair.cuh. It changes no bit of the result.
 
-    What lost: two slices a block, so that half as many sums are written and read (1,024 rows: 14.3 us where it is 14.5), since the
-    selection has another instance for them.
+    What lost: two slices a block, so that half as many sums are written and read (1,024 rows: 14.3 us where it is 14.5), since
+    the selection has another instance for them.
     """
 
     NARROW, MIDDLE, TALL = range(3)
