@@ -23,15 +23,15 @@ ORDER = tuple(
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Bands of one problem on one GPU that ``tune`` measured. They stand in place of the table's, of every design: one that is
-    not among them was fastest nowhere. See ``tuned.py``.
+    """Bands of one problem on one GPU that ``tune`` measured. At ``rows`` they stand in place of the table's, of every design:
+    one that is not among them was fastest nowhere there. Of other row counts they say nothing. See ``tuned.py``.
     """
 
     bands: tuple[tuple[str, tuple[Rows, ...]], ...]
     """Where the experts take a plan."""
     bands_without_plan: tuple[tuple[str, tuple[Rows, ...]], ...]
-    last: int
-    """The largest row count that was measured."""
+    rows: Rows
+    """From the smallest to the largest row count that was measured."""
 
     def of(self, design: str, *, plan: bool) -> tuple[Rows, ...]:
         """Where ``design`` is chosen without being named."""
@@ -65,10 +65,12 @@ def reasons(
     tuned: Tuned | None = None,
 ) -> list[str]:
     """Every reason why ``design`` does not run; empty: it runs. ``named``: the user asked for it, so no band is needed.
-    ``plan``: the experts behind it take one. ``tuned``: bands that stand in place of the table's.
+    ``plan``: the experts behind it take one. ``tuned``: bands that stand in place of the table's, at the rows that they are of.
     """
     if design.name == "host":
         return []
+    if tuned is not None and rows not in tuned.rows:
+        tuned = None
     found = []
 
     def refuse(bad: bool, text: str) -> None:
@@ -177,8 +179,8 @@ def choose(
     Pass the *global* row count, so that ranks agree. ``backend`` None is a stock backend: no selection of ours. ``gate``
     is ``SGLANG_ROUTER_EXT_GATE`` and overrides the backend's gate. ``unavailable`` (design -> reason) takes out designs that
     this machine cannot build. ``plan``: the experts take the plan of a design that makes one. ``tuned``: bands of ``problem``
-    on ``gpu`` that stand in place of the table's. ``deterministic``: no row may depend on its batch, so that one design has all
-    row counts, whether or not it is the fastest at each.
+    on ``gpu`` that stand in place of the table's, at the rows that they are of. ``deterministic``: no row may depend on its
+    batch, so that one design has all row counts, whether or not it is the fastest at each.
 
     A model that rounds its logits to bf16 has no others behind SGLang's own gate, and selections alone take fp32.
     """

@@ -56,7 +56,7 @@ def _choose(
 class Route:
     """One layer's router on one GPU. The choice depends on nothing but the row count and whether its experts take a plan, so
     ranks and graph captures agree. ``problem`` has the logits of the model's own gate; what ``gate`` makes of them is in force.
-    ``tuned``: bands of the problem that stand in place of the table's.
+    ``tuned``: bands of the problem that stand in place of the table's, at the rows that they are of.
     """
 
     def __init__(

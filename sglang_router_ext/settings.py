@@ -75,8 +75,11 @@ def read(environ: dict[str, str] | None = None) -> Settings:
 
 
 def user_folder(variable: str, below_home: str) -> pathlib.Path:
-    """This package's folder in the one that ``variable`` of the XDG names, or in ``below_home`` of the user's."""
-    root = os.environ.get(variable) or os.path.join(os.path.expanduser("~"), below_home)
+    """This package's folder in the one that ``variable`` of the XDG names, or in ``below_home`` of the user's. The XDG has
+    relative names ignored: they would be another folder for every process.
+    """
+    root = os.environ.get(variable, "")
+    root = root if os.path.isabs(root) else os.path.join(os.path.expanduser("~"), below_home)
     return pathlib.Path(root) / "sglang-router-ext"
 
 

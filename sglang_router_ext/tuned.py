@@ -3,7 +3,8 @@
 One JSON file for each GPU, in the user's configuration, where it outlives every cache; ``SGLANG_ROUTER_EXT_TABLE`` names
 another one. A file speaks for one GPU, and of each shape for the designs' sources, the SGLang and the PyTorch that it was
 measured with. One that is of others, or that cannot be read, is never used, nor a part of it: at the default place it is left
-out and said to be stale, and a server that was told its name does not start (``plugin/preflight.py``).
+out and said to be stale, and a server that was told its name does not start (``plugin/preflight.py``). What a file says of a
+shape holds from the smallest to the largest row count that was measured; for others the package's bands do.
 
 A shape is a problem without what costs no time: how weights are scaled, and the slots of fused shared experts, which no one can
 tell from a checkpoint before SGLang has decided to fuse them.
@@ -11,6 +12,7 @@ tell from a checkpoint before SGLang has decided to fuse them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -18,7 +20,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -29,13 +31,14 @@ from sglang_router_ext.bench.record import now
 from sglang_router_ext.choose import Tuned
 from sglang_router_ext.contract import Gpu, Problem, expect
 from sglang_router_ext.designs import TABLE, Design, Rows
-from sglang_router_ext.files import write_whole
+from sglang_router_ext.files import read_regular, write_whole
 
 SAME_SPEED = {"renormalize": True, "scale": 1.0, "nan_first": False, "shared": 0, "shared_weight": 1.0}
 """Fields of a problem that no kernel takes another time for, or a few nanoseconds."""
 MATTERS = ("sglang", "torch")
 """Versions of which a table is: the one has SGLang's side of the race, the other cuBLAS."""
 AGAIN = "run sglang-router-ext tune"
+WRITABLE = "a file in a folder that can be written"
 
 
 class TableError(ValueError):
@@ -59,12 +62,29 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     time: str
     """UTC, ISO 8601."""
     problem: Problem
-    rows: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
-    """The row counts that were timed, or tried."""
+    rows: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(min_length=1)]
+    """The row counts that were timed, or tried, in ascending order."""
     designs: dict[str, Bands]
     """Every design that raced, those without bands too."""
     races: tuple[Race, ...]
     races_without_plan: tuple[Race, ...]
+
+    def __post_init__(self) -> None:
+        expect(self.rows == tuple(sorted(set(self.rows))), "rows", list(self.rows), "each once, in ascending order")
+        for field, races in (("races", self.races), ("races_without_plan", self.races_without_plan)):
+            got = tuple(race.rows for race in races)
+            expect(got == self.rows, field, f"those of rows {list(got)}", f"one for each of rows {list(self.rows)}")
+        for name, one in self.designs.items():
+            for field, bands in (("bands", one.bands), ("bands_without_plan", one.bands_without_plan)):
+                for band in bands:
+                    fits = band.last is not None and self.span.first <= band.first <= band.last <= (self.span.last or 0)
+                    allowed = f"first to last, within {self.span}, which was measured"
+                    expect(fits, f"{field} of {name}", f"{band.first} to {band.last}", allowed)
+
+    @property
+    def span(self) -> Rows:
+        """The row counts that this speaks of."""
+        return Rows(self.rows[0], self.rows[-1])
 
     def stale(self, designs: Mapping[str, Design] = TABLE) -> list[str]:
         """Why this is not of today's kernels; empty: it is."""
@@ -82,7 +102,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Tuned(
             bands=tuple((name, one.bands) for name, one in self.designs.items() if one.bands),
             bands_without_plan=tuple((n, one.bands_without_plan) for n, one in self.designs.items() if one.bands_without_plan),
-            last=max(self.rows),
+            rows=self.span,
         )
 
 
@@ -94,7 +114,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """When it was last written, UTC, ISO 8601."""
     gpu: str
     """As the driver names it."""
-    processors: int | None
+    processors: Annotated[int, msgspec.Meta(ge=1)] | None
     """Its multiprocessors: a part of a GPU is another GPU."""
     versions: dict[str, str | None]
     shapes: tuple[Shape, ...]
@@ -163,21 +183,31 @@ def shape_of(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, **SAME_SPEED)
 
 
+def folder() -> pathlib.Path:
+    """Where the tables of all GPUs are, if nothing else is said."""
+    return settings.config_dir() / "tables"
+
+
 def default_path(gpu: str) -> pathlib.Path:
     """Where ``tune`` puts the table of the GPU that the driver calls ``gpu``, if it is told nothing else."""
-    return settings.config_dir() / "tables" / (re.sub(r"\W+", "-", gpu.lower()).strip("-") + ".json")
+    return folder() / (re.sub(r"\W+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def named_path() -> pathlib.Path | None:
+    """The file that ``SGLANG_ROUTER_EXT_TABLE`` names, if it names one."""
+    asked = settings.read().table
+    return None if asked in ("auto", "off") else pathlib.Path(asked)
 
 
 def place(gpu: str) -> pathlib.Path:
     """Where the plugin looks for the table of ``gpu``; with ``off``, where it would."""
-    asked = settings.read().table
-    return default_path(gpu) if asked in ("auto", "off") else pathlib.Path(asked)
+    return named_path() or default_path(gpu)
 
 
 def read(path: pathlib.Path) -> tuple[Table, str]:
     """The table in ``path`` and its digest. Raises :class:`TableError`."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
         return msgspec.json.decode(data, type=Table), hashlib.sha256(data).hexdigest()[:12]
     except OSError as error:
         raise TableError(f"{path}: {error.strerror}") from error
@@ -196,22 +226,21 @@ def look(path: pathlib.Path, gpu: Gpu | None, *, named: bool) -> Found:
 
 def find(gpu: Gpu | None) -> Found | None:
     """The table for ``gpu``, good or not; None where there is none, or none is wanted. A named file is always judged."""
-    asked = settings.read().table
-    if asked not in ("auto", "off"):
-        return look(pathlib.Path(asked), gpu, named=True)
-    if asked == "off" or gpu is None or not os.path.lexists(default_path(gpu.name)):
+    named = named_path()
+    if named is not None:
+        return look(named, gpu, named=True)
+    if settings.read().table == "off" or gpu is None or not os.path.lexists(default_path(gpu.name)):
         return None
     return look(default_path(gpu.name), gpu, named=False)
 
 
 def find_all() -> list[Found]:
     """Every table that some GPU here could get, without asking which GPU that is."""
-    asked = settings.read().table
-    if asked == "off":
-        return []
-    if asked != "auto":
-        return [look(pathlib.Path(asked), None, named=True)]
-    return [look(path, None, named=False) for path in sorted((settings.config_dir() / "tables").glob("*.json"))]
+    named = named_path()
+    if named is not None:
+        return [look(named, None, named=True)]
+    off = settings.read().table == "off"
+    return [] if off else [look(path, None, named=False) for path in sorted(folder().glob("*.json"))]
 
 
 def measured(name: str, problem: Problem, times: Sequence[Time], rows: Iterable[int]) -> Shape:
@@ -247,28 +276,68 @@ def age(time: str) -> str:
     return "of today" if days <= 0 else f"{days} day{'s' * (days != 1)} old"
 
 
-def check_writable(path: pathlib.Path, gpu: Gpu) -> Table | None:
-    """The table that stands in ``path`` already, stale or not. Raises ContractError where :func:`write` must not or could not
-    put one there, so that no measurement ends with that.
-    """
-    older = None
-    if os.path.lexists(path):
-        try:
-            older, _ = read(path)
-        except TableError as error:
-            expect(False, "output", str(error), "a file that tune wrote, or none: tune --remove takes this one away")
-        allowed = f"a file of {gpu.name}, or none"
-        expect(older is not None and older.gpu == gpu.name, "output", f"{path}, which is of another GPU", allowed)
+@contextlib.contextmanager
+def refusing(argument: str, path: pathlib.Path) -> Iterator[None]:
+    """What the system says against ``path``, as what is said against ``argument``, which named it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        yield
     except OSError as error:
-        expect(False, "output", f"{path}: {error.strerror}", "a file in a folder that can be written")
+        expect(False, argument, f"{path}: {error.strerror or error}", WRITABLE)
+
+
+def check_folder(path: pathlib.Path, argument: str) -> None:
+    """Raises ContractError, by ``argument``, unless files can be made in the folder ``path``, which is made too."""
+    with refusing(argument, path):
+        with contextlib.suppress(FileExistsError):  # a file: said better below
+            path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+
+
+def check_writable(path: pathlib.Path, argument: str, gpu: Gpu | None = None) -> Table | None:
+    """The table that stands in ``path`` already, stale or not. Raises ContractError, by ``argument``, where :func:`write` must
+    not or could not put that of ``gpu`` (None: of any) there, so that no measurement ends with that.
+    """
+    target = pathlib.Path(os.path.realpath(path))  # what is written, if path is a link
+    check_folder(target.parent, argument)
+    older = None
+    try:
+        with refusing(argument, path), contextlib.suppress(FileNotFoundError):
+            target.lstat()  # also fails for a name that is too long
+            older, _ = read(target)
+    except TableError as error:
+        way = f": tune --remove --output {path} takes this one away" * (not not_removable(path))
+        expect(False, argument, error, f"a file that tune wrote, or none{way}")
+    if older is not None and gpu is not None:
+        expect(older.gpu == gpu.name, argument, f"{path}, which is of {older.gpu}", f"a file of {gpu.name}, or none")
     return older
 
 
+def not_removable(path: pathlib.Path) -> str:
+    """Why :func:`remove` leaves ``path`` alone; "": it is a table, a link to nothing, or some file where tables are."""
+    try:
+        path.lstat()
+        if os.path.isdir(path):
+            return "a folder"
+        if path.parent == folder() or not os.path.exists(path):
+            return ""  # whatever an older version or another program left there
+        start = read_regular(path, 4096)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if b'"schema"' in start and b'"processors"' in start else "something else"
+
+
+def remove(path: pathlib.Path, argument: str) -> None:
+    """Take ``path`` away; a link, without what it names. Raises ContractError, by ``argument``, for what is no table."""
+    why = not_removable(path)
+    expect(not why, argument, f"{path}: {why}", "a table that tune wrote")
+    with refusing(argument, path):
+        path.unlink()
+
+
 def merged(older: Table | None, gpu: Gpu, shapes: Iterable[Shape]) -> Table:
-    """``shapes`` on ``gpu``, and those of ``older`` that were measured with the same versions and sources and not again."""
+    """``shapes`` on ``gpu``, and those of ``older`` that were measured with the same versions and sources and not again: a
+    shape has the row counts of one measurement.
+    """
     new = tuple(shapes)
     again = {shape.problem for shape in new}
     fits = older is not None and all(older.versions.get(name) == versions()[name] for name in MATTERS)
@@ -276,6 +345,19 @@ def merged(older: Table | None, gpu: Gpu, shapes: Iterable[Shape]) -> Table:
     kept = older.shapes if fits and older is not None else ()
     kept = tuple(shape for shape in kept if shape.problem not in again and not shape.stale())
     return Table(time=now(), gpu=gpu.name, processors=gpu.processors, versions=versions(), shapes=(*kept, *new))
+
+
+def dropped(older: Table | None, table: Table) -> list[str]:
+    """What of ``older`` is not in ``table``, which was :func:`merged` from it, in words."""
+    found = []
+    for old in () if older is None else older.shapes:
+        new = table.shape(old.problem)
+        if new is None:
+            found.append(f"{old.name}: left out, measured with other sources or versions, or on another part of the GPU")
+        elif new != old:
+            whose = "" if new.name == old.name else f" of {new.name}"
+            found.append(f"{old.name}: rows {old.span} of {old.time} replaced by {new.span}{whose}")
+    return found
 
 
 def write(table: Table, path: pathlib.Path) -> None:

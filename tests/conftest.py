@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pathlib
 
+import hypothesis
 import pytest
+
+# A busy machine takes any time for one example, which says nothing of what is tested.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 GPU_LANE = pathlib.Path(__file__).parent / "gpu"
 

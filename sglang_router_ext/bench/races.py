@@ -14,7 +14,8 @@ Whatever is not faster than SGLang's gets nothing, and so does everything at a r
 
 A row count between two that were measured is decided by the larger one: under CUDA graphs SGLang pads a batch up to the next
 size that it captured, and a design that ends at 16 rows must not be chosen at 17 because of what it did at 16. So a winner at
-n has the rows from behind the measured count before n up to n, and nothing past the largest one.
+n has the rows from behind the measured count before n up to n, and the smallest count has its own only. Of rows below the
+smallest count or past the largest a race says nothing.
 """
 
 from __future__ import annotations
@@ -144,9 +145,9 @@ def places(host_us: float | None, found: Sequence[Way]) -> list[Way]:
 
 
 def bands(winners: Mapping[int, Iterable[str]]) -> dict[str, tuple[Rows, ...]]:
-    """Measured row count -> designs that win there, as bands: rows up to a measured count belong to it. Neighbours merge."""
+    """Measured row count -> designs that win there, as bands: rows between two belong to the larger. Neighbours merge."""
     found: dict[str, list[Rows]] = {}
-    before = 0
+    before = min(winners, default=1) - 1
     for rows in sorted(winners):
         for name in winners[rows]:
             mine = found.setdefault(name, [])

@@ -49,10 +49,13 @@ app = typer.Typer(
 )
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Where tables go; with ``stderr``, where progress goes, so that ``--json`` leaves stdout to itself."""
-    found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+def console(*, stderr: bool = False, markup: bool = True) -> Console:
+    """Where tables go; with ``stderr``, where progress goes, so that ``--json`` leaves stdout to itself. Without ``markup``
+    every text is shown as it is: what a file or a folder's name says may look like some.
+    """
+    asked: dict[str, Any] = {"stderr": stderr, "markup": markup, "highlight": False, "emoji": False}
+    found = Console(**asked)
+    return found if found.is_terminal else Console(**asked, width=WIDTH)
 
 
 def print_json(value: Any) -> None:
@@ -115,7 +118,7 @@ class Ticker:
         self._what, self._total, self._done = what, total, 0
         self._console = console(stderr=True)
         self._start = self._last = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(what, total=total)
 

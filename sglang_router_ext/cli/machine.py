@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
 from sglang_router_ext.contract import expect
@@ -33,7 +34,7 @@ def doctor(
         for name in ("section", "subject", "state", "finding"):
             table.add_column(name, overflow="fold")
         for one in found:
-            table.add_row(one.section, one.subject, STATES[one.state], one.text)
+            table.add_row(one.section, Text(one.subject), STATES[one.state], Text(one.text))
         console().print(table)
     raise typer.Exit(1 if any(one.state == "problem" for one in found) else 0)
 

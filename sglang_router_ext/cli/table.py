@@ -103,8 +103,8 @@ def _told(found: tuned.Found) -> dict[str, Any]:
 def _evidence_of(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned | None) -> str:
     if design.status != "on":
         return "on trial"
-    if bands is not None:
-        return "tuned here" if rows <= bands.last else "not measured"
+    if bands is not None and rows in bands.rows:
+        return "tuned here"
     ends = (band.last for one in DESIGNS for band in one.bands.get(gpu.name, ()) if not unmeasured(one, problem, gpu))
     far = all(end is not None and rows > end for end in ends)
     return "not measured" if far or unmeasured(design, problem, gpu) else "on record"
@@ -151,7 +151,7 @@ def explain_rows(
     known = [band for design in DESIGNS for band in (*design.bands.values(), *design.bands_without_plan.values())]
     known += [] if bands is None else [band for _, band in (*bands.bands, *bands.bands_without_plan)]
     spans = [*(design.rows for design in DESIGNS), *(span for band in known for span in band)]
-    spans += [] if bands is None else [Rows(1, bands.last)]
+    spans += [] if bands is None else [bands.rows]
     edges = {1} | {span.first for span in spans} | {span.last + 1 for span in spans if span.last is not None}
     starts = sorted(edges)
     found: list[Explanation] = []
@@ -226,8 +226,10 @@ def explain(
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
     if table is not None:
-        absent = "" if bands is not None or table.against else "; this shape is not in it: the package's records stand for it"
-        out.print(f"bands    {table}{absent}", markup=False, soft_wrap=True)
+        has = "; this shape is not in it: the package's records stand for it"
+        if bands is not None:
+            has = f"; it has this shape at {bands.rows} rows: the package's records stand for others"
+        out.print(f"bands    {table}{'' if table.against else has}", markup=False, soft_wrap=True)
     if not read.enabled:
         out.print(
             "note     SGLANG_ROUTER_EXT=0 turns the plugin off: SGLang runs stock; below is what it would do", markup=False

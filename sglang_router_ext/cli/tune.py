@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from collections.abc import Sequence
@@ -40,9 +41,10 @@ def tune(
 ) -> None:
     """Measure this GPU for some models in under five minutes, and write the table of bands that router_ext chooses by."""
     expect(not (show and remove), "show", "--show and --remove", "one of them")
+    expect(not (remove and as_json), "json", "--json", "none with --remove, which has nothing to show")
     measures = not show and not remove
     for option, value in (("case", case), ("model", model), ("rows", rows)):
-        expect(measures or not value, option, value, "none with --show or --remove, which measure nothing")
+        expect(measures or value in (None, []), option, value, "none with --show or --remove, which measure nothing")
     expect(gpu is None or not measures, "gpu", gpu, "the one of this machine, which is measured")
     if show:
         expect(output is None, "output", output, f"none with --show; {settings.TABLE} names a file")
@@ -53,12 +55,18 @@ def tune(
         return
     cases = _cases(case, model)
     counts = list(DEFAULT_ROWS) if rows is None else parse_rows(rows)
+    argument, named = _asked(output)
+    if named is None:
+        tuned.check_folder(tuned.folder(), argument)
+    else:
+        tuned.check_writable(named, argument)
     here = this_gpu("tune")
-    path = tuned.place(here.name) if output is None else output.absolute()
-    older = tuned.check_writable(path, here)
+    path = named or tuned.default_path(here.name)
+    older = tuned.check_writable(path, argument, here)
     shapes = _measure(cases, counts, here)
     table = tuned.merged(older, here, shapes)
-    tuned.write(table, path)
+    with tuned.refusing(argument, path):
+        tuned.write(table, path)
     found = tuned.look(path, here, named=path != tuned.default_path(here.name))
     if as_json:
         print_json({"path": str(path), "digest": found.digest, "table": table})
@@ -70,10 +78,17 @@ def tune(
     elsewhere = f"servers use it where {settings.TABLE}={path}, which here is {settings.read().table}"
     who = "servers that start from now on use it" if used else elsewhere
     note.print(f"written to {path} ({found.digest}); {who}", markup=False, soft_wrap=True)
-    dropped = [shape.name for shape in older.shapes if not table.shape(shape.problem)] if older else []
-    if dropped:
-        text = "left out, as they were measured with other sources or versions or on another part of the GPU"
-        note.print(f"{', '.join(dropped)}: {text}", markup=False, soft_wrap=True)
+    for text in tuned.dropped(older, table):
+        note.print(text, markup=False, soft_wrap=True)
+
+
+def _asked(output: pathlib.Path | None) -> tuple[str, pathlib.Path | None]:
+    """What names the file, ``output`` or else the environment, and the file; None: neither does, and it goes by the GPU."""
+    named = tuned.named_path()  # with --output too, so that a bad value is told
+    if output is not None:
+        with tuned.refusing("output", output):  # there may be no folder that a relative name starts from
+            return "output", output.absolute()
+    return "output" if named is None else settings.TABLE, named
 
 
 def _cases(names: Sequence[str] | None, asked: Sequence[str] | None) -> list[Case]:
@@ -91,7 +106,8 @@ def _cases(names: Sequence[str] | None, asked: Sequence[str] | None) -> list[Cas
 
 def _name(model: str) -> str:
     path = pathlib.Path(model).absolute()
-    return path.name if path.is_dir() else path.parent.name
+    name = path.name if path.is_dir() else path.parent.name
+    return name.encode(errors="replace").decode()  # a folder may be called by bytes that are no text
 
 
 def _measure(cases: Sequence[Case], counts: Sequence[int], gpu: Gpu) -> list[tuned.Shape]:
@@ -183,16 +199,29 @@ def _show(gpu: str | None, *, as_json: bool) -> None:
 
 
 def _remove(gpu: str | None, output: pathlib.Path | None) -> None:
-    where = _named(gpu) if output is None else None
-    expect(output is not None or where is not None, "remove", "no CUDA GPU here", "--gpu NAME, or --output FILE")
-    path = output if output is not None else tuned.place(where.name if where else "")
-    allowed = "a table that tune wrote"
-    expect(path.is_file(), "remove", f"{path}, where no file is", allowed)
-    text = path.read_bytes()[:4096]
-    ours = b'"schema"' in text and b'"processors"' in text  # or what an interrupted or older version left in our folder
-    expect(ours or path.parent == settings.config_dir() / "tables", "remove", f"{path}, which is something else", allowed)
-    path.unlink()
-    console().print(f"removed {path}; the package's bands are in force", markup=False, soft_wrap=True)
+    argument, path = _asked(output)
+    if path is None:
+        where = _named(gpu)
+        expect(where is not None, "remove", "no CUDA GPU here", "--gpu NAME, or --output FILE")
+        assert where is not None
+        argument, path = "remove", tuned.default_path(where.name)
+    else:
+        expect(gpu is None, "gpu", gpu, f"none with --remove where a file is named: {path}")
+    link = f"the link {path} to {os.readlink(path)}" if os.path.islink(path) else str(path)
+    tuned.remove(path, argument)
+    console().print(f"removed {link}; {_after(path)}", markup=False, soft_wrap=True)
+
+
+def _after(removed: pathlib.Path) -> str:
+    """By which bands servers choose that start once ``removed`` is gone."""
+    named = tuned.named_path()
+    if named is None:
+        elsewhere = settings.read().table == "auto" and removed.parent != tuned.folder()
+        return f"servers go on by the tables in {tuned.folder()}" if elsewhere else "the package's bands are in force"
+    if os.path.exists(named):
+        return f"{settings.TABLE} names {named}, which stays"
+    until = "no server with a backend of ours starts until it is unset or names a file that is there"
+    return f"{settings.TABLE} still names {named}, and {until}"
 
 
 def _print_shape(shape: tuned.Shape) -> None:
@@ -207,16 +236,17 @@ def _print_shape(shape: tuned.Shape) -> None:
             table.add_column(name, justify="left" if name.startswith("ours") else "right")
     for alone, planned in zip(shape.races_without_plan, shape.races, strict=True):
         table.add_row(str(alone.rows), *_cells(alone), *_cells(planned))
-    console().print(table)
+    out = console(markup=False)
+    out.print(table)
     bands = Table("design", "chosen with a plan", "without", title="bands", title_justify="left")
     for name, one in shape.designs.items():
         bands.add_row(name, *(", ".join(map(str, found)) or "-" for found in (one.bands, one.bands_without_plan)))
-    console().print(bands)
+    out.print(bands)
 
 
 def _cells(race: races.Race) -> tuple[str, str, str, str]:
     host = "-" if race.host_us is None else f"{race.host_us:.2f}"
     if race.ours_us is None:
         return "-", "-", host, "-"
-    ratio = "-" if race.host_us is None else f"{race.host_us / race.ours_us:.2f}x"
+    ratio = "-" if race.host_us is None or race.ours_us <= 0 else f"{race.host_us / race.ours_us:.2f}x"
     return race.ours, f"{'~' * race.estimated}{race.ours_us:.2f}", host, ratio

@@ -121,8 +121,8 @@ def tuned_bands(problem: Problem, gpu: Gpu | None) -> Tuned | None:
     found = tuned_table(gpu)
     bands = None if found is None else found.tuned(problem)
     if found is not None and not found.against:
-        said = "by the tuned table" if bands else "not in the tuned table, so by the package's records"
-        logger.info("sglang-router-ext: %s: bands %s (%s)", problem, said, found.digest)
+        said = f"by the tuned table at {bands.rows} rows, else" if bands else "not in the tuned table, so"
+        logger.info("sglang-router-ext: %s: bands %s by the package's records (%s)", problem, said, found.digest)
     return bands
 
 

@@ -28,8 +28,8 @@ def texts(found: dict[str, tuple[Rows, ...]]) -> dict[str, list[str]]:
     return {name: list(map(str, rows)) for name, rows in found.items()}
 
 
-def test_a_measured_count_has_the_rows_below_it() -> None:
-    assert texts(bands({4: ["pair"], 8: ["pair"], 16: ["single"], 32: []})) == {"single": ["9-16"], "pair": ["1-8"]}
+def test_a_measured_count_has_the_rows_down_to_the_one_before_it() -> None:
+    assert texts(bands({4: ["pair"], 8: ["pair"], 16: ["single"], 32: []})) == {"single": ["9-16"], "pair": ["4-8"]}
 
 
 def test_crossovers_need_not_be_monotonic() -> None:
@@ -38,8 +38,8 @@ def test_crossovers_need_not_be_monotonic() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8192])
-def test_a_single_point_and_the_last_one_have_an_end(rows: int) -> None:
-    assert bands({rows: ["pair"]}) == {"pair": (Rows(1, rows),)}
+def test_a_single_point_speaks_of_itself(rows: int) -> None:
+    assert bands({rows: ["pair"]}) == {"pair": (Rows(rows, rows),)}
     assert bands({rows: []}) == bands({}) == {}
 
 
@@ -53,7 +53,7 @@ def test_every_row_count_up_to_the_largest_is_decided_by_the_next_measured_one()
 
 
 def test_ours_must_be_faster_than_sglangs() -> None:
-    for us, found in ((5.99, {"pair": ["1-4"]}), (6.0, {}), (6.01, {})):
+    for us, found in ((5.99, {"pair": ["4"]}), (6.0, {}), (6.01, {})):
         assert texts(race([*theirs(4), ours(4, "pair", us)], [4], plan=False).bands) == found
 
 
@@ -64,7 +64,7 @@ def test_a_tie_goes_to_what_choose_asks_first() -> None:
 
 def test_a_chain_gives_its_band_to_both_designs() -> None:
     times = [*theirs(4), ours(4, "small_rows+warp_select", 4.0), ours(4, "pair", 4.5)]
-    assert texts(race(times, [4], plan=False).bands) == {"warp_select": ["1-4"], "small_rows": ["1-4"]}
+    assert texts(race(times, [4], plan=False).bands) == {"warp_select": ["4"], "small_rows": ["4"]}
 
 
 def test_behind_one_design_for_both_stages_the_next_ones_stand_in() -> None:
@@ -80,7 +80,7 @@ def test_one_stage_beside_sglangs_other_is_estimated_from_sglangs_pair() -> None
     times = [*theirs(512), ours(512, "warp_select", 2.5, "selection"), ours(512, "small_rows", 3.5, "gate")]
     host, found = ways(times, plan=False)
     assert (host, [(str(way), way.us) for way in found]) == (6.0, [("host+warp_select", 4.5), ("small_rows+host", 6.5)])
-    assert texts(race(times, [512], plan=False).bands) == {"warp_select": ["1-512"]}
+    assert texts(race(times, [512], plan=False).bands) == {"warp_select": ["512"]}
     assert race(times, [512], plan=False).races[0].estimated
 
 
@@ -124,7 +124,7 @@ def test_where_sglangs_was_not_timed_nothing_is_faster() -> None:
         assert found.bands == {}
         assert [(one.rows, one.host_us) for one in found.races] == [(4, None), (8, None)]
     times = [*theirs(4, planned=None), ours(4, "single", 1.0, PLANNED), ours(4, "pair", 4.0)]
-    assert texts(race(times, [4], plan=True).bands) == {"pair": ["1-4"]}  # nothing to hold a plan against
+    assert texts(race(times, [4], plan=True).bands) == {"pair": ["4"]}  # nothing to hold a plan against
 
 
 def test_a_row_count_without_times_is_sglangs() -> None:

@@ -152,7 +152,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_row_is_ranked_as_a_plain_sort_ranks_it(data: st.DataObject) -> None:
     """The rules again, as a loop over Python floats; every row gives distinct ids and finite weights."""

@@ -4,83 +4,18 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from made_up_gpu import H200, KIMI, Gpus, call, call_json
 
 from sglang_router_ext import tuned
-from sglang_router_ext.bench import clock, machine, run
-from sglang_router_ext.bench.cases import Case
-from sglang_router_ext.bench.clock import ClockError, Timing
-from sglang_router_ext.bench.record import HOST, PLANNED, ROUTER
+from sglang_router_ext.bench import machine
+from sglang_router_ext.bench.clock import ClockError
 from sglang_router_ext.bench.run import Line
-from sglang_router_ext.cli import app
 from sglang_router_ext.cli import tune as command
-from sglang_router_ext.contract import Gpu
 from sglang_router_ext.designs import TABLE
-from sglang_router_ext.plugin import preflight
-
-H200 = Gpu("NVIDIA H200", 90, 132)
-KIMI = {
-    "model_type": "kimi_k2",
-    "n_routed_experts": 384,
-    "hidden_size": 7168,
-    "num_experts_per_tok": 8,
-    "topk_method": "noaux_tc",
-}
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-def call_json(*arguments: str) -> Any:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def times(rows: int) -> dict[tuple[str, str, bool], float]:
-    """(design, stages, ours) -> microseconds: up to 16 rows `pair` alone and `single` with a plan, at 64 SGLang's."""
-    found = {
-        (HOST[stages], stages, False): us for stages, us in (("gate", 3.0), ("selection", 4.0), (ROUTER, 6.0), (PLANNED, 9.0))
-    }
-    if rows <= 16:
-        found |= {("pair", ROUTER, True): 4.0, ("single", ROUTER, True): 4.5, ("single", PLANNED, True): 5.0}
-    return {**found, ("warp_select", "selection", True): 2.0 if rows > 64 else 4.5}
-
-
-class Gpus:
-    """What a machine with a GPU would do; every call of ``measure`` is noted."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.spoil: Callable[[list[Line]], list[Line]] = lambda lines: lines
-
-    def measure(self, the_clock: Any, case: Case, rows: int, gpu: Gpu, **asked: Any) -> list[Line]:
-        self.calls.append({"case": case.name, "rows": rows, **asked})
-        lines = []
-        for (design, stages, ours), us in {**times(rows), ("naive", "gate", True): 0.1, ("naive", "gate", False): 0.1}.items():
-            timing = Timing(median_us=us, p10_us=us, p90_us=us, kernels=1, replays=60)
-            line = Line(case=case.name, rows=rows, cache="cold", design=design, stages=stages, ours=ours, timing=timing)
-            lines += [line] if asked["wanted"](line) else []
-        return self.spoil(lines)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Gpus:
-    found = Gpus()
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("SGLANG_ROUTER_EXT_TABLE")
-    monkeypatch.setattr(machine, "gpu", lambda index=None: H200)
-    monkeypatch.setattr(preflight, "unavailable", dict)
-    monkeypatch.setattr(clock, "Clock", lambda: type("NoClock", (), {"device": "cpu"}))
-    monkeypatch.setattr(run, "build_ahead", lambda *_: None)
-    monkeypatch.setattr(run, "measure", found.measure)
-    return found
-
 
 ROWS = ("--rows", "1,8,16,64,512")
 
@@ -128,7 +63,22 @@ def test_what_is_left_out_of_an_older_table_is_said(gpus: Gpus, monkeypatch: pyt
     call("tune", "--case", "kimi-k2", "--rows", "1")
     monkeypatch.setattr(tuned, "versions", lambda: {"sglang": "9", "torch": "9"})
     said = call("tune", "--rows", "1")
-    assert said.exit_code == 0 and "kimi-k2: left out, as they were measured with other sources or versions" in said.stdout
+    assert said.exit_code == 0 and "kimi-k2: left out, measured with other sources or versions" in said.stdout
+
+
+def test_a_shape_that_is_measured_again_is_replaced_and_said(gpus: Gpus, tmp_path: pathlib.Path) -> None:
+    assert "replaced" not in call("tune", "--rows", "1,8,64").stdout
+    (old,) = tuned.read(tuned.default_path(H200.name))[0].shapes
+    said = call("tune", "--rows", "6-16").stdout
+    assert f"glm-5.3-flash: rows 1-64 of {old.time} replaced by 6-16\n" in said
+    (shape,) = tuned.read(tuned.default_path(H200.name))[0].shapes
+    assert (shape.rows, str(shape.span), list(map(str, shape.designs["pair"].bands))) == (tuple(range(6, 17)), "6-16", ["6-16"])
+    (tmp_path / "kimi").mkdir()
+    (tmp_path / "kimi" / "config.json").write_text(json.dumps(KIMI))
+    call("tune", "--case", "kimi-k2", "--rows", "1")
+    assert re.search(
+        r"kimi-k2: rows 1 of \S+ replaced by 2 of kimi\n", call("tune", "--model", str(tmp_path / "kimi"), "--rows", "2").stdout
+    )
 
 
 def test_a_wrong_result_writes_nothing(gpus: Gpus) -> None:
@@ -171,24 +121,19 @@ def test_a_slow_machine_gets_fewer_replays(gpus: Gpus, monkeypatch: pytest.Monke
     assert pace.replays == 60
 
 
-def test_remove(gpus: Gpus, tmp_path: pathlib.Path) -> None:
-    call("tune", "--rows", "1")
-    path = tuned.default_path(H200.name)
-    path.write_text("{")  # whatever it is
-    assert call("tune", "--rows", "1").output.startswith("error: output: got ")
-    assert f"removed {path}" in call("tune", "--remove").output and not path.exists()
-    assert call("tune", "--remove").output.startswith(f"error: remove: got {path}, where no file is")
-    other = tmp_path / "notes.json"
-    other.write_text("{}")
-    assert "which is something else" in call("tune", "--remove", "--output", str(other)).output and other.exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--show", "--remove"), "error: show: got --show and --remove"),
         (("--show", "--rows", "1"), "error: rows: got 1, allowed: none with --show"),
         (("--remove", "--case", "kimi-k2"), "error: case: got ['kimi-k2'], allowed: none with --show"),
+        (("--remove", "--rows", ""), "error: rows: got , allowed: none with --show"),
+        (("--remove", "--model", "x"), "error: model: got ['x'], allowed: none with --show"),
+        (("--remove", "--json"), "error: json: got --json, allowed: none with --remove"),
+        (
+            ("--remove", "--gpu", "h200", "--output", "x"),
+            "error: gpu: got h200, allowed: none with --remove where a file is named",
+        ),
         (("--show", "--output", "x"), "error: output: got x, allowed: none with --show"),
         (("--gpu", "h200"), "error: gpu: got h200, allowed: the one of this machine"),
         (("--case", "x"), "error: case: got x, allowed: glm-5.3-flash | "),
@@ -243,12 +188,18 @@ def test_explain_shows_bands_and_what_measured_them(gpus: Gpus) -> None:
         (1, 16, "single", "single", "tuned here"),
         (17, 64, "host", "host", "tuned here"),
         (65, 512, "host", "warp_select", "tuned here"),
-        (513, None, "host", "host", "not measured"),
+        *((max(first, 513), *more) for first, *more in before if more[0] is None or more[0] > 512),  # as without a table
     ]
     assert (found["table"]["in_force"], found["table"]["has_this_shape"]) == (True, True)
     assert ranges(call_json(*asked, "h200", "--no-plan"))[0][2] == "pair"
     shown = call(*asked, "h200").output
     assert "bands    tuned table of NVIDIA H200 is in force" in shown and "tuned here" in shown
+    assert "; it has this shape at 1-512 rows: the package's records stand for others" in shown
+    call("tune", "--rows", "6-16")
+    found = ranges(call_json(*asked, "h200"))
+    outside = [one for one in found if one[-1] != "tuned here"]
+    assert [one for one in found if one not in outside] == [(6, 16, "single", "single", "tuned here")]
+    assert [one for one in outside if one[0] > 96] == [one for one in before if one[0] > 96] and outside[0][0] == 1
     other = call("explain", "--model", "kimi-k2", "--gpu", "h200").output
     assert "this shape is not in it: the package's records stand for it" in other and "on record" in other
     assert call_json(*asked, "b300")["table"] is None

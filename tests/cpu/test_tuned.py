@@ -28,7 +28,7 @@ GLM = Problem(experts=288, hidden=4096, topk=8)
 H200, B300 = gpu_by_name("h200"), gpu_by_name("b300")
 BACKEND = Demand(("router_ext",))
 THEIRS = (("sglang-gemm", "gate", 3.0), ("sglang-topk", "selection", 4.0), ("sglang-pair", "gate+selection", 6.0))
-OVERLAY = Tuned(bands=(("pair", (Rows(1, 4),)),), bands_without_plan=(("single", (Rows(1, 2), Rows(9, 16))),), last=16)
+OVERLAY = Tuned(bands=(("pair", (Rows(1, 4),)),), bands_without_plan=(("single", (Rows(1, 2), Rows(9, 16))),), rows=Rows(1, 16))
 
 
 def shape(problem: Problem = GLM, *, winner: str = "pair", name: str = "glm") -> tuned.Shape:
@@ -78,7 +78,7 @@ def put(data: bytes | tuned.Table, path: pathlib.Path | None = None) -> pathlib.
 
 @pytest.mark.parametrize(
     ("rows", "plan", "expected"),
-    [(4, True, "pair"), (5, True, "host"), (4, False, "host"), (2, False, "single"), (9, False, "single"), (17, False, "host")],
+    [(4, True, "pair"), (5, True, "host"), (4, False, "host"), (2, False, "single"), (9, False, "single"), (16, True, "host")],
 )
 def test_tuned_bands_stand_in_place_of_the_tables(rows: int, plan: bool, expected: str) -> None:
     choice = choose(GLM, rows, H200, backend="router_ext", plan=plan, tuned=OVERLAY)
@@ -86,11 +86,26 @@ def test_tuned_bands_stand_in_place_of_the_tables(rows: int, plan: bool, expecte
     assert choice.losers.keys() == TABLE.keys() - {"host", expected}
 
 
+@pytest.mark.parametrize("plan", [True, False])
+def test_outside_of_what_was_measured_the_tables_bands_decide(plan: bool) -> None:
+    few = Tuned(bands=(("pair", (Rows(6, 16),)),), bands_without_plan=(("pair", (Rows(6, 16),)),), rows=Rows(6, 16))
+    asked: dict[str, Any] = {"backend": "router_ext", "plan": plan}
+    for rows in (1, 5, 17, 64, 4096):
+        choice = choose(GLM, rows, H200, **asked, tuned=few)
+        assert choice == choose(GLM, rows, H200, **asked) and choice.selection != "host"
+        assert not any("tuned" in text for texts in choice.losers.values() for text in texts)
+    for rows in (6, 16):
+        assert choose(GLM, rows, H200, **asked, tuned=few).fused == "pair"
+    assert choose(GLM, 17, B300, **asked, tuned=few).selection == "host"  # for which the package has none
+
+
 def test_tuned_bands_need_no_record_of_the_gpu() -> None:
     assert choose(GLM, 4, B300, backend="router_ext").selection == "host"
     assert choose(GLM, 4, B300, backend="router_ext", tuned=OVERLAY).selection == "pair"
     softmax = Problem(experts=128, hidden=2048, topk=8, score="softmax", bias=False, logits_dtype="bfloat16")
-    selection = Tuned(bands=(("warp_select", (Rows(1, 8),)), ("small_rows", (Rows(1, 8),))), bands_without_plan=(), last=8)
+    selection = Tuned(
+        bands=(("warp_select", (Rows(1, 8),)), ("small_rows", (Rows(1, 8),))), bands_without_plan=(), rows=Rows(1, 8)
+    )
     choice = choose(softmax, 4, H200, backend="router_ext", tuned=selection)
     assert (choice.gate, choice.selection) == ("small_rows", "warp_select")
 
@@ -106,7 +121,7 @@ def test_the_reason_says_where_a_design_was_tuned_to_be_fastest() -> None:
 
 def test_what_is_on_trial_or_cannot_run_is_not_chosen_whatever_a_table_says() -> None:
     trial = next(design for design in DESIGNS if design.status == "trial")
-    bands = Tuned(bands=((trial.name, (Rows(1, 64),)), ("pair", (Rows(1, 64),))), bands_without_plan=(), last=64)
+    bands = Tuned(bands=((trial.name, (Rows(1, 64),)), ("pair", (Rows(1, 64),))), bands_without_plan=(), rows=Rows(1, 64))
     assert "on trial: runs only where it is named" in reasons(trial, GLM, 4, H200, named=False, tuned=bands)
     assert choose(GLM, 32, H200, backend="router_ext", tuned=bands).selection == "host"  # `pair` ends at 16
 
@@ -139,7 +154,7 @@ def test_a_table_survives_its_file() -> None:
     assert found is not None and found.table is not None and (found.against, found.named) == ((), False)
     assert [one.name for one in found.table.shapes] == ["glm", "small"]
     bands = found.tuned(GLM)
-    assert bands == Tuned(bands=(("pair", (Rows(2, 8),)),), bands_without_plan=(("pair", (Rows(2, 8),)),), last=8)
+    assert bands == Tuned(bands=(("pair", (Rows(2, 8),)),), bands_without_plan=(("pair", (Rows(2, 8),)),), rows=Rows(1, 8))
     assert str(found) == f"tuned table of NVIDIA H200 is in force: 2 shapes, {path}, {found.digest}"
     assert list(path.parent.iterdir()) == [path]
 
@@ -152,6 +167,31 @@ def test_what_costs_no_time_is_not_asked_of_a_shape() -> None:
         assert found.shape(msgspec.structs.replace(GLM, **other)) is None
 
 
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**msgspec.to_builtins(shape()), **changes}
+
+
+def banded(first: Any, last: Any, field: str = "bands") -> dict[str, Any]:
+    return changed(designs={"pair": {"source_hash": TABLE["pair"].source_hash, field: [{"first": first, "last": last}]}})
+
+
+ODD = [
+    (changed(rows=[0, 8]), "Expected `int` >= 1 - at `$.shapes[0].rows[0]`"),
+    (changed(rows=[]), "length >= 1 - at `$.shapes[0].rows`"),
+    (changed(rows=[8, 1]), "rows: got [8, 1], allowed: each once, in ascending order - at `$.shapes[0]`"),
+    (changed(races=[]), "races: got those of rows [], allowed: one for each of rows [1, 8]"),
+    (changed(races_without_plan=[{"rows": -1, "host_us": 1.0}]), "races_without_plan: got those of rows [-1]"),
+    (changed(problem={"experts": -8, "hidden": 8, "topk": 2}), "experts: got -8, allowed: an integer of at least 1"),
+    (changed(problem={"experts": 8, "hidden": 8, "topk": 0}), "topk: got 0, allowed: an integer of at least 1"),
+    (banded(8, 2), "bands of pair: got 8 to 2, allowed: first to last, within 1-8"),
+    (banded(-2, 8), "bands of pair: got -2 to 8"),
+    (banded(0, 0, "bands_without_plan"), "bands_without_plan of pair: got 0 to 0"),
+    (banded(1, 9), "bands of pair: got 1 to 9"),
+    (banded(1, None), "bands of pair: got 1 to None"),
+]
+"""Shapes as no measurement makes them."""
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -160,6 +200,8 @@ def test_what_costs_no_time_is_not_asked_of_a_shape() -> None:
         (fields(schema=2), "Invalid enum value 2"),
         (fields(more=1), "unknown field `more`"),
         (fields(shapes=[{**msgspec.to_builtins(shape()), "problem": {"experts": 8, "hidden": 8, "topk": 9}}]), "topk: got 9"),
+        (fields(processors=-1), "Expected `int` >= 1 - at `$.processors`"),
+        *((fields(shapes=[part]), why) for part, why in ODD),
         (fields(gpu="NVIDIA B300"), "it is of NVIDIA B300, not of NVIDIA H200"),
         (fields(versions={"sglang": "0.1", "torch": tuned.versions()["torch"]}), "sglang was 0.1, is "),
     ],
@@ -167,7 +209,8 @@ def test_what_costs_no_time_is_not_asked_of_a_shape() -> None:
 def test_a_file_that_does_not_fit_is_not_used(data: bytes, why: str) -> None:
     put(data)
     found = tuned.find(H200)
-    assert found is not None and any(why in text for text in found.against)
+    assert found is not None and any(why in text for text in found.against), found.against
+    assert found.table is not None or all(str(tuned.default_path(H200.name)) in text for text in found.against)
     assert found.tuned(GLM) is None
     assert "run sglang-router-ext tune" in str(found)
 
@@ -217,13 +260,31 @@ def test_a_file_changes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_file_of_something_else_is_overwritten(tmp_path: pathlib.Path) -> None:
     other = put(b"{}", tmp_path / "mine.json")
     with pytest.raises(ContractError, match=r"output: got .*mine.json: not a table"):
-        tuned.check_writable(other, H200)
-    with pytest.raises(ContractError, match="which is of another GPU"):
-        tuned.check_writable(put(table(gpu=B300), tmp_path / "b300.json"), H200)
+        tuned.check_writable(other, "output", H200)
+    with pytest.raises(ContractError, match=r"b300.json, which is of NVIDIA B300, allowed: a file of NVIDIA H200, or none"):
+        tuned.check_writable(put(table(gpu=B300), tmp_path / "b300.json"), "output", H200)
     with pytest.raises(ContractError, match="a file in a folder that can be written"):
-        tuned.check_writable(other / "x.json", H200)
-    assert tuned.check_writable(tmp_path / "new" / "x.json", H200) is None
-    assert tuned.check_writable(put(table()), H200) == tuned.read(tuned.default_path(H200.name))[0]
+        tuned.check_writable(other / "x.json", "output", H200)
+    assert tuned.check_writable(tmp_path / "new" / "x.json", "output", H200) is None
+    assert tuned.check_writable(put(table()), "output", H200) == tuned.read(tuned.default_path(H200.name))[0]
+
+
+def test_a_link_stays_one_and_what_it_names_is_written(tmp_path: pathlib.Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "new" / "t.json"
+    link.symlink_to(target)
+    tuned.write(table(), link)
+    assert link.is_symlink() and tuned.read(target)[0] == tuned.check_writable(link, "output", H200)
+    target.unlink()
+    assert tuned.check_writable(link, "output", H200) is None
+
+
+def test_the_way_out_that_is_told_is_one(tmp_path: pathlib.Path) -> None:
+    old = put(fields(schema=2), tmp_path / "old.json")  # a table, but of another version
+    with pytest.raises(ContractError, match=f"tune --remove --output {old} takes this one away"):
+        tuned.check_writable(old, "output", H200)
+    tuned.remove(old, "output")
+    with pytest.raises(ContractError, match=r"a file that tune wrote, or none$"):
+        tuned.check_writable(put(b"{}", tmp_path / "mine.json"), "output", H200)
 
 
 def test_where_a_table_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -252,11 +313,14 @@ def test_ages() -> None:
 # --- in a server
 
 
-def test_layers_choose_by_the_table_that_is_in_force() -> None:
+def test_layers_choose_by_the_table_that_is_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     put(table())
     kernels, asked = Kernels(), {"backend": "router_ext", "gate": "auto", "unavailable": {}}
     route = _route(kernels, GLM, asked)
-    assert [route.choice(rows).selection for rows in (1, 2, 8, 9)] == ["host", "pair", "pair", "host"]
+    assert [route.choice(rows).selection for rows in (1, 2, 8)] == ["host", "pair", "pair"]
+    assert route.choice(9) == choose(GLM, 9, H200, backend="router_ext")  # past what was measured
+    assert "bands by the tuned table at 1-8 rows, else by the package's records" in caplog.text
     other = msgspec.structs.replace(GLM, hidden=5120)  # not in the table: the package's bands
     assert _route(kernels, other, asked).choice(1) == choose(other, 1, H200, backend="router_ext")
     put(fields(schema=2))
