@@ -125,7 +125,7 @@ def test_presets_are_listed() -> None:
         (("nonsense", "--dry-run"), "error: preset: got nonsense, allowed: deepseek-v3-h200 |"),
         (("glm-4.6-h200", "--list"), "error: name: got glm-4.6-h200, allowed: none with --list"),
         (("glm-4.6-h200", "--dry-run", "--way", "docker"), "error: way: got docker, allowed: launch_server | serve"),
-        ((), "error: preset: got , allowed: "),
+        ((), "error: preset: got '', allowed: "),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(words: tuple[str, ...], text: str) -> None:
