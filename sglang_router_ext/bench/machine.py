@@ -34,6 +34,13 @@ def gpu(index: int | None = None) -> Gpu | None:
     return Gpu(found.name, 10 * found.major + found.minor, found.multi_processor_count)
 
 
+def gpus() -> int:
+    """How many CUDA GPUs this process sees. Imports torch."""
+    import torch
+
+    return torch.cuda.device_count() if gpu() is not None else 0
+
+
 def versions() -> dict[str, str | None]:
     """Version of this package, of each of :data:`LIBRARIES`, of PyTorch's CUDA and of the driver; None: not installed."""
     found: dict[str, str | None] = {"sglang-router-ext": __version__}
