@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_router_ext.backends import BACKENDS, GATES
+from sglang_router_ext.backends import BACKENDS, GATE_MODES, GATES
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
 from sglang_router_ext.designs import DESIGNS, SELECT_AND_PLAN, TABLE, Design, Rows, groups_refused
 
 BATCHED = "deterministic inference: a row's bits depend on its batch, or other batches take another design"
+HASH_LAYER = "a hash layer, where a table of tokens names the experts: takes layers that rank their experts"
+NO_HASH_LAYER = "not a hash layer: takes only layers where a table of tokens names the experts"
 ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
 ORDER = tuple(
     design.name
@@ -54,6 +56,13 @@ def unmeasured(design: Design, problem: Problem, gpu: Gpu) -> list[str]:
     return [f"{what}: not measured on {gpu.name}" for what in missing]
 
 
+def other_layers(design: Design, problem: Problem) -> list[str]:
+    """Why ``design`` selects in no layer of this kind, whatever else is asked: hash layers have designs of their own."""
+    if "selection" not in design.stages or design.hashed == problem.hashed:
+        return []
+    return [HASH_LAYER if problem.hashed else NO_HASH_LAYER]
+
+
 def reasons(
     design: Design,
     problem: Problem,
@@ -69,6 +78,8 @@ def reasons(
     """
     if design.name == "host":
         return []
+    if other := other_layers(design, problem):
+        return other  # nothing else about it matters then
     if tuned is not None and rows not in tuned.rows:
         tuned = None
     found = []
@@ -106,8 +117,6 @@ def reasons(
                 problem.slots > design.max_topk, f"{problem.slots} slots: takes at most top-{design.max_topk}, shared included"
             )
         refuse(problem.score not in design.scores, f"{problem.score} scores: takes {' or '.join(design.scores)}")
-        refuse(problem.hashed and not design.hashed, "a table names the experts: takes routers that rank them")
-        refuse(design.hashed and not problem.hashed, "ranks its experts: takes routers whose experts a table names")
         refuse(problem.image_bias and not design.image_bias, "a bias for image tokens: takes one for all")
         unbiased = not problem.bias and problem.score != "softmax" and not problem.hashed
         refuse(unbiased, "no selection bias: takes routers with one")
@@ -139,6 +148,14 @@ def in_force(problem: Problem, gate: str) -> tuple[Problem, str]:
     if gate in ("auto", "host"):
         return problem, gate
     return msgspec.structs.replace(problem, logits_dtype="float32"), "auto" if gate == "fp32" else gate
+
+
+def never_deterministic(gate: str) -> str:
+    """Why ``SGLANG_ROUTER_EXT_GATE`` = ``gate`` names a design that never runs in deterministic inference; "" if it may."""
+    if gate in GATE_MODES or TABLE[gate].any_batch:
+        return ""
+    allowed = " | ".join(name for name in GATES if name in GATE_MODES or TABLE[name].any_batch)
+    return f"got {gate}, which --enable-deterministic-inference rules out ({BATCHED}), allowed: {allowed}"
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -235,6 +252,8 @@ def _choose(
                 continue
             if designs and design.name not in designs:
                 losers[design.name] = [f"not part of {backend}"]
+            elif other := other_layers(design, problem):
+                losers[design.name] = other
             elif covered:
                 losers[design.name] = [f"{covered[0]} covers its stage"]
             elif runs(design, named=named):

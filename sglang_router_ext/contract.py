@@ -77,7 +77,8 @@ class ContractError(ValueError):
 def expect(condition: bool, argument: str, got: object, allowed: str) -> None:
     """Raise :class:`ContractError` unless ``condition`` holds; the one way in which arguments are refused."""
     if not condition:
-        raise ContractError(f"{argument}: got {got}, allowed: {allowed}")
+        shown = "''" if got == "" else got  # nothing at all would be overlooked
+        raise ContractError(f"{argument}: got {shown}, allowed: {allowed}")
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import re
 import shlex
 import shutil
@@ -65,6 +66,14 @@ def examine() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     for name, version in machine.versions().items():
         yield Finding("versions", name, "ok" if version else "note", version or "not found")
+    yield Finding("versions", "Python", "ok", platform.python_version())
+    yield Finding("versions", "system", "ok", machine.system())
+    checkout = machine.checkout()
+    if checkout is not None:
+        head, changed = checkout
+        yield Finding("versions", "commit", "note" if changed else "ok", f"{head}{', with changes' * changed}")
+    elif (commit := machine.commit()) != "unknown":
+        yield Finding("versions", "commit", "ok", commit)
     try:
         gpu = machine.gpu()
     except ImportError as error:

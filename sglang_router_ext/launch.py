@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +22,8 @@ FOLDER = PACKAGE / "launch_configs"
 GOALS = ("low latency", "throughput")
 UNMEASURED = "not measured"
 Flag = str | int | float | bool
+ALIASES = {"model": "model-path", "tensor-parallel-size": "tp-size", "pipeline-parallel-size": "pp-size"}
+"""Other names of SGLang's for options that are looked at here."""
 WAYS = {"launch_server": (sys.executable, "-m", "sglang.launch_server"), "serve": ("sglang", "serve")}
 """How SGLang starts a server."""
 
@@ -83,6 +85,46 @@ def evidence(preset: Preset, records: Sequence[Record]) -> str:
     known = any(identity_of(record).run == preset.measured for record in records)
     expect(known, f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
     return f"its router alone, run {preset.measured}"
+
+
+def given(preset: Preset, more: Sequence[str]) -> dict[str, Flag]:
+    """The options among ``more``, by the names that presets have for them: SGLang's parser takes others, and the beginning of
+    a name. Of several the last one holds.
+    """
+    known = {"model-path", "tp-size", "pp-size", "nnodes", *preset.flags}
+    found: dict[str, Flag] = {}
+    for word, following in zip(more, [*more[1:], "--"], strict=False):
+        name, has_value, value = word.partition("=")
+        if name.startswith("--"):
+            name = ALIASES.get(name[2:], name[2:])
+            longer = [one for one in known if one.startswith(name)]
+            if name not in known and name and len(longer) == 1:
+                (name,) = longer
+            found[name] = value if has_value else following.startswith("--") or following
+    return found
+
+
+def flags_of(preset: Preset, more: Sequence[str]) -> dict[str, Flag]:
+    """Every option that the server gets."""
+    return {"model-path": preset.model, **preset.flags, **given(preset, more)}
+
+
+def contradictions(preset: Preset, more: Sequence[str]) -> list[str]:
+    """Where ``more`` says something else than the preset, which may then be none of what it was made for."""
+    own = flags_of(preset, ())
+    others = {name: value for name, value in given(preset, more).items() if name in own and str(value) != str(own[name])}
+    return [f"--{name}: got {value}, which takes the place of the preset's {own[name]}" for name, value in others.items()]
+
+
+def too_few(flags: Mapping[str, Flag], gpus: int) -> list[str]:
+    """Why ``gpus`` GPUs are not enough for this node's part of the server; empty: they are, or SGLang will refuse the sizes."""
+    try:
+        tp, pp, nodes = (int(flags.get(name, 1)) for name in ("tp-size", "pp-size", "nnodes"))
+    except ValueError:
+        return []
+    needed = tp * pp // nodes if nodes > 0 else 0
+    sizes = f"--tp-size {tp}" + f" and --pp-size {pp}" * (pp != 1) + f" over {nodes} nodes" * (nodes != 1)
+    return [f"GPUs: got {gpus}, allowed: {needed} or more, for {sizes}"] if gpus < needed else []
 
 
 def command(preset: Preset, *, way: str = "launch_server", more: Sequence[str] = ()) -> list[str]:

@@ -2,13 +2,14 @@
 
 SGLang's gate is one kernel up to 16 rows and another above, so a row's logits differ in their last bits by who else is in the
 batch, and where two keys are nearly tied so do its experts: a flip. The same rows are cut into batches of each size, and what
-a row gets in every size is held against what it gets in the first. Designs that are ``row_stable`` promise no difference.
+a row gets in every size is held against what it gets in the first. Designs that are ``row_stable`` promise no difference, and
+so does what a server with deterministic inference runs, whichever designs that are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from sglang_router_ext.agreement import Result
 from sglang_router_ext.bench.inputs import Inputs, random_inputs
 from sglang_router_ext.bench.launch import launch, truth
 from sglang_router_ext.bench.peers import PEERS, Missing
-from sglang_router_ext.choose import choose, reasons
+from sglang_router_ext.choose import Choice, choose, reasons
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
 from sglang_router_ext.designs import DESIGNS, TABLE
 
@@ -29,6 +30,8 @@ EXAMINED = 1000
 """Flipped rows whose margin is asked of the oracle, per path and batch size."""
 SGLANG = "sglang-pair"
 CHOSEN_BY = "router_ext_single"
+DETERMINISTIC = "deterministic"
+"""The path of a server with --enable-deterministic-inference."""
 
 
 class Path(NamedTuple):
@@ -39,6 +42,8 @@ class Path(NamedTuple):
     row_stable: bool = False
     """Promised: a difference is a failure."""
     what: str = ""
+    designs: str = ""
+    """Those of it, joined by ``+``, where its name does not say so."""
 
 
 class Flips(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,8 @@ class Flips(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     row_stable: bool
+    designs: str = ""
+    """As the path has it."""
     first: int
     """The batch size that ``batch`` is held against."""
     batch: int
@@ -119,8 +126,8 @@ def route(gate: str, selection: str, problem: Problem, batch: Inputs) -> Result:
 
 
 def paths(problem: Problem, counts: Sequence[int], gpu: Gpu | None) -> tuple[list[Path], dict[str, list[str]]]:
-    """SGLang's router, what our backend would choose at each row count, and every row-stable way of ours that runs at all of
-    ``counts``; and the reasons against the row-stable designs that do not.
+    """SGLang's router, what our backend would choose at each row count, also for a server with deterministic inference, and
+    every row-stable way of ours that runs at all of ``counts``; and the reasons against what promises no flips and is left out.
     """
     promised = [design for design in DESIGNS if design.target and design.row_stable]
     against = {
@@ -139,20 +146,35 @@ def paths(problem: Problem, counts: Sequence[int], gpu: Gpu | None) -> tuple[lis
     found = [Path(SGLANG, fixed("host", "host"), what="SGLang's gate and selection")]
     chosen = {count: choose(problem, count, gpu, backend=CHOSEN_BY) for count in counts}
     if any(choice.selection != "host" for choice in chosen.values()):
-
-        def as_chosen(batch: Inputs) -> Result:
-            choice = chosen[len(batch.hidden)]
-            return route(choice.gate, choice.selection, problem, batch)
-
-        at: dict[str, list[str]] = {}
-        for count, choice in chosen.items():
-            at.setdefault(str(choice), []).append(str(count))
-        what = "; ".join(f"{choice} at {', '.join(where)} rows" for choice, where in at.items())
-        changes = " (other designs at other row counts may flip rows)" if len(at) > 1 else ""
-        found.append(Path("as chosen", as_chosen, what=f"{CHOSEN_BY}: {what}{changes}"))
+        what = f"{CHOSEN_BY}: {_at(chosen)}"
+        changes = " (other designs at other row counts may flip rows)" if len({*map(str, chosen.values())}) > 1 else ""
+        found.append(Path("as chosen", _as_chosen(problem, chosen), what=what + changes))
+    alike = {count: choose(problem, count, gpu, backend=CHOSEN_BY, deterministic=True) for count in counts}
+    used = [name for name in TABLE if any(name in (choice.gate, choice.selection) for choice in alike.values())]
+    what = f"{CHOSEN_BY} with --enable-deterministic-inference: {_at(alike)}"
+    if "host" in used:
+        against[DETERMINISTIC] = [f"{what}; host is SGLang's deterministic kernel there, which is not among the peers"]
+    else:
+        found.append(Path(DETERMINISTIC, _as_chosen(problem, alike), True, what, "+".join(used)))
     names = ((gate if gate == selection else f"{gate}+{selection}", gate, selection) for gate, selection in ours)
     found += [Path(name, fixed(gate, selection), True, "row-stable") for name, gate, selection in names]
     return found, {name: texts for name, texts in against.items() if texts}
+
+
+def _as_chosen(problem: Problem, chosen: Mapping[int, Choice]) -> Callable[[Inputs], Result]:
+    def by_rows(batch: Inputs) -> Result:
+        choice = chosen[len(batch.hidden)]
+        return route(choice.gate, choice.selection, problem, batch)
+
+    return by_rows
+
+
+def _at(chosen: Mapping[int, Choice]) -> str:
+    """Which choice at which row counts, in words."""
+    found: dict[str, list[str]] = {}
+    for count, choice in chosen.items():
+        found.setdefault(str(choice), []).append(str(count))
+    return "; ".join(f"{choice} at {', '.join(where)} rows" for choice, where in found.items())
 
 
 def in_batches(one: Callable[[Inputs], Result], inputs: Inputs, size: int) -> Result:
@@ -207,7 +229,9 @@ def count(
     """
     first, *others = batches
     found = {
-        way.name: [Flips(path=way.name, row_stable=way.row_stable, first=first, batch=batch) for batch in others]
+        way.name: [
+            Flips(path=way.name, row_stable=way.row_stable, designs=way.designs, first=first, batch=batch) for batch in others
+        ]
         for way in ways
     }
     missing: dict[str, str] = {}

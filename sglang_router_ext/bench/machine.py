@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 from typing import Any
@@ -32,6 +33,21 @@ def gpu(index: int | None = None) -> Gpu | None:
         return None
     found = torch.cuda.get_device_properties(index)
     return Gpu(found.name, 10 * found.major + found.minor, found.multi_processor_count)
+
+
+def system() -> str:
+    """The operating system: its distribution, where it says so, kernel and C library. Not the machine's name."""
+    distribution = ""
+    with contextlib.suppress(OSError):
+        distribution = platform.freedesktop_os_release()["PRETTY_NAME"] + ", "
+    return distribution + platform.platform()
+
+
+def gpus() -> int:
+    """How many CUDA GPUs this process sees. Imports torch."""
+    import torch
+
+    return torch.cuda.device_count() if gpu() is not None else 0
 
 
 def versions() -> dict[str, str | None]:
@@ -100,9 +116,18 @@ def commit() -> str:
 
     Where there is none without changes (other than records), it is that of ``GIT_COMMIT``, else ``dirty`` or ``unknown``.
     """
+    found = checkout()
+    if found is None:
+        return os.environ.get("GIT_COMMIT", "unknown")
+    head, changed = found
+    return os.environ.get("GIT_COMMIT", "dirty") if changed else head
+
+
+def checkout() -> tuple[str, bool] | None:
+    """Hash of the checkout that this package runs from, and whether it has changes (other than records); None: it is none."""
     root = PACKAGE.parent
     if shutil.which("git") is None or not (root / ".git").exists():
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return None
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
@@ -110,5 +135,5 @@ def commit() -> str:
     changes = git("status", "--porcelain", "--", ".", f":!{PACKAGE.name}/records")
     head = git("rev-parse", "HEAD")
     if changes.returncode or head.returncode:
-        return "unknown"
-    return os.environ.get("GIT_COMMIT", "dirty") if changes.stdout.strip() else head.stdout.strip()
+        return None
+    return head.stdout.strip(), bool(changes.stdout.strip())

@@ -145,7 +145,7 @@ def flips_record(
     identity: Identity, case: str, rows: int, seed: int, batches: Sequence[int], found: Sequence[Any]
 ) -> OtherRecord:
     """A ``flips`` as a record; ``found`` as ``bench/flips.py`` gives it. A newer one takes an older one's place."""
-    hashes = {one.path: current_hash(one.path) for one in found if one.row_stable}
+    hashes = {one.path: current_hash(one.designs or one.path) for one in found if one.row_stable}
     body = {
         "case": case,
         "rows": rows,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from sglang_router_ext.bench.record import RecordError
 from sglang_router_ext.contract import ContractError, Gpu, expect
@@ -23,23 +24,94 @@ WIDTH = 200
 """Columns where the output is no terminal."""
 TICK_S = 5.0
 MAX_ROWS = 2**20
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's, by whatever name typer has it."""
+
+
+class _Command(TyperCommand):
+    """Refuses in our words what click refuses in its own, and a path that is empty: it would be the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _our_words(self, ctx, list(args)) as given:
+            rest = super().parse_args(ctx, args)
+        for param in self.params:
+            empty = isinstance(ctx.params.get(param.name), pathlib.Path) and given().get(param.name) == ""
+            expect(not empty, _option(param), "", "a path")
+        return rest
 
 
 class _Group(TyperGroup):
     """Turns a refused argument into one line and exit status 2."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *args: Any, **more: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().main(*args, **more)
         except (ContractError, RecordError) as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from error
+            sys.exit(2)
         except OSError as error:  # a full disk, a folder that went away
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
+            sys.exit(1)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            return super().parse_args(ctx, args)  # which shows the help
+        with _our_words(self, ctx, list(args)):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        expect(args[0] in self.commands, "command", args[0], " | ".join(self.commands))
+        return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
+def _option(param: Any) -> str:
+    """What ``param`` is called where it is written, without dashes."""
+    return max(param.opts, key=len).lstrip("-")
+
+
+@contextlib.contextmanager
+def _our_words(command: Any, ctx: Any, args: list[str]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Gives what reads the values among ``args`` as they were written, and raises ContractError for click's usage errors."""
+
+    def given() -> dict[str, Any]:
+        return command.make_parser(ctx).parse_args(list(args))[0]
+
+    options = {name: one for one in command.get_params(ctx) for name in one.opts if name.startswith("--")}
+    try:
+        yield given
+    except USAGE_ERROR as error:
+        text, param, option = str(error), getattr(error, "param", None), getattr(error, "option_name", "")
+        if param is not None:
+            wrong = given().get(param.name)
+            allowed = (getattr(param, "help", None) or "one") if wrong is None else "an integer" if "integer" in text else text
+            expect(False, _option(param), "nothing" if wrong is None else repr(wrong), allowed)
+        if option in options:
+            flag = options[option].is_flag
+            expect(False, option.lstrip("-"), "a value" if flag else "no value", f"{option}{'' if flag else ' VALUE'}")
+        if option:
+            expect(False, "option", option, " | ".join(options))
+        extra = text.partition(" (")[2].removesuffix(")")
+        expect("extra argument" not in text, "arguments", extra, " | ".join(options))
+        expect(False, command.name or "arguments", text, f"what {ctx.command_path} --help shows")
+
+
+class _App(typer.Typer):
+    def command(self, *args: Any, **more: Any) -> Any:
+        return super().command(*args, cls=_Command, **more)
+
+
+def _show_versions(asked: bool) -> None:
+    """Of this package and of what its kernels and tables depend on. No import of either."""
+    if asked:
+        from sglang_router_ext import tuned
+
+        for name, version in tuned.versions().items():
+            if version is not None:
+                typer.echo(f"{name} {version}")
+        raise typer.Exit
+
+
+app = _App(
     cls=_Group,
     name="sglang-router-ext",
     help="Faster MoE routers for SGLang (not sglang-router, the load balancer).",
@@ -47,6 +119,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def every_command(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="of this package, SGLang and PyTorch")
+    ] = False,
+) -> None:
+    """What stands before the name of a command."""
 
 
 def console(*, stderr: bool = False, markup: bool = True) -> Console:
@@ -84,11 +166,17 @@ def parse_rows(text: str, option: str = "rows") -> list[int]:
     return sorted(found)
 
 
-def check_plot(plot: pathlib.Path | None, option: str = "plot") -> None:
-    """Refuse a file that could not be written, before the work that it is to show."""
-    if plot is not None:
-        fits = plot.suffix == ".png" and _writable(plot)
-        expect(fits, option, plot, "a .png file, in a folder that exists, that can be written")
+def check_plots(pictures: Mapping[str, pathlib.Path | None]) -> None:
+    """Refuse files (option -> file) that could not be written, and one that two options name, before the work that they are to
+    show.
+    """
+    taken: dict[pathlib.Path, str] = {}
+    for option, file in pictures.items():
+        if file is not None:
+            fits = file.suffix == ".png" and _writable(file)
+            expect(fits, option, file, "a .png file, in a folder that exists, that can be written")
+            other = taken.setdefault(file.resolve(), option)
+            expect(other == option, option, f"{file}, which --{other} writes", "a file of its own")
 
 
 def _writable(file: pathlib.Path) -> bool:

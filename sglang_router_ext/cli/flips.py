@@ -36,7 +36,7 @@ def flips(
     """
     problem = CASES[pick("case", [case], list(CASES))[0]].problem
     counts = parse_rows(batches, "batches")
-    expect(2 <= len(counts) <= MOST_BATCHES, "batches", batches, f"2 to {MOST_BATCHES} sizes")
+    expect(2 <= len(counts) <= MOST_BATCHES, "batches", batches, f"2 to {MOST_BATCHES} different sizes")
     expect(counts[-1] <= rows <= MOST_ROWS, "rows", rows, f"{counts[-1]}, the largest batch, to {MOST_ROWS}")
     expect(0 <= seed < 2**31, "seed", seed, "0 to 2^31 - 1")
     from sglang_router_ext.bench import flips as counting
@@ -71,7 +71,12 @@ def flips(
 
 
 def _left_out(against: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{name}: row-stable, but not run at all of these row counts: {'; '.join(why)}" for name, why in against.items()]
+    from sglang_router_ext.bench.flips import DETERMINISTIC
+
+    def why_not(name: str) -> str:
+        return "not counted" if name == DETERMINISTIC else "row-stable, but not run at all of these row counts"
+
+    return [f"{name}: {why_not(name)}: {'; '.join(why)}" for name, why in against.items()]
 
 
 def _table(title: str, found: Sequence[Flips]) -> Table:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from sglang_router_ext import launch as presets
+from sglang_router_ext import settings
 from sglang_router_ext.bench.record import read_all
 from sglang_router_ext.cli.app import app, console, print_json
 from sglang_router_ext.contract import expect
@@ -33,7 +35,9 @@ def launch(
     preset = presets.read(name)
     words = presets.command(preset, way=way, more=context.args)
     console().print(presets.shown(words, preset.environment), soft_wrap=True, markup=False)
-    against = _against(preset)
+    for text in presets.contradictions(preset, context.args):
+        console(stderr=True).print(f"note: {text}", soft_wrap=True, markup=False)
+    against = _against(presets.flags_of(preset, context.args), preset.environment)
     for reason in against:
         console(stderr=True).print(f"not here: {reason}", soft_wrap=True, markup=False)
     if dry_run:
@@ -43,12 +47,18 @@ def launch(
     os.execvpe(words[0], words, os.environ | preset.environment)
 
 
-def _against(preset: presets.Preset) -> list[str]:
-    """What stops our backend on this machine, all of it."""
+def _against(flags: Mapping[str, presets.Flag], environment: Mapping[str, str]) -> list[str]:
+    """What stops the server with these options on this machine, all of it."""
+    from sglang_router_ext.bench import machine
     from sglang_router_ext.plugin import preflight
 
-    demand = preflight.Demand((str(preset.flags["moe-runner-backend"]),))
-    return [str(finding) for finding in preflight.check(preflight.detect_gpu(), demand) if finding.blocks]
+    names = [str(flags.get(name, "auto")) for name in ("moe-runner-backend", "speculative-moe-runner-backend")]
+    gate = settings.read({**os.environ, **environment}).gate
+    deterministic = preflight.DETERMINISTIC.removeprefix("--") in flags
+    demand = preflight.Demand.of_options([*names], gate, deterministic=deterministic)
+    gpu = preflight.detect_gpu()
+    found = [str(finding) for finding in preflight.check(gpu, demand) if finding.blocks] if demand else []
+    return found + (presets.too_few(flags, machine.gpus()) if gpu is not None else [])
 
 
 def _list(*, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.choose import reasons
-from sglang_router_ext.cli.app import DEFAULT_CASE, Ticker, app, check_plot, console, parse_rows, pick, print_json, this_gpu
+from sglang_router_ext.cli.app import DEFAULT_CASE, Ticker, app, check_plots, console, parse_rows, pick, print_json, this_gpu
 from sglang_router_ext.contract import Gpu, expect, gpu_by_name
 from sglang_router_ext.designs import DESIGNS, TABLE, Design
 
@@ -206,8 +206,7 @@ def bench(
     cases = [CASES[name] for name in pick("case", case or [DEFAULT_CASE], list(CASES))]
     counts = None if rows is None else parse_rows(rows)
     pictures = {"plot": plot, "ratios": ratios, "steps": steps}
-    for option, file in (pictures | {"timeline": timeline}).items():
-        check_plot(file, option)
+    check_plots(pictures | {"timeline": timeline})
     asked = [name for name, wanted in (("cold", cold), ("warm", warm)) if wanted]
     if recorded is not None:
         expect(not record, "record", "what is on record already", "one of --record and --recorded")

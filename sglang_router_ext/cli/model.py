@@ -107,7 +107,8 @@ def _read(model: str) -> dict[str, Any]:
     path = pathlib.Path(model)
     try:
         file = path / "config.json" if path.is_dir() else path
-        expect(file.is_file(), "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
+        found = model != "" and file.is_file()  # an empty name is not the current folder's
+        expect(found, "model", model, f"a folder with a config.json, or a case: {' | '.join(CASES)}")
         config = json.loads(file.read_text())
     except OSError as error:
         expect(False, "model", f"{model[:200]}: {error.strerror}", "a folder or file that can be read")

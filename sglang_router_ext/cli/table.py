@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from sglang_router_ext import settings, tuned
 from sglang_router_ext.backends import BACKENDS, GATES
-from sglang_router_ext.choose import Choice, Tuned, choose, in_force, reasons, unmeasured
+from sglang_router_ext.choose import Choice, Tuned, choose, in_force, never_deterministic, reasons, unmeasured
 from sglang_router_ext.cli import model as models
 from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
@@ -22,6 +23,9 @@ WIDE = 150
 NARROW = ("design", "status", "rows", "what it is")
 LISTED_ROWS = 1024
 """Row counts that ``explain`` lists one by one at most."""
+SLOWER, SLOWER_HERE, UNMEASURED = "not fastest on record", "not fastest here", "not measured"
+HOST_IS_BEST = {SLOWER_HERE: "tuned here", SLOWER: "on record", UNMEASURED: UNMEASURED}
+"""What is known of a design that could run -> what that says of SGLang's path, which runs instead."""
 
 
 def _fastest_at(design: Design) -> str:
@@ -100,32 +104,56 @@ def _told(found: tuned.Found) -> dict[str, Any]:
     return {**told, "against": found.against, **about}
 
 
-def _evidence_of(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned | None) -> str:
+def _verdict(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned | None, *, plan: bool) -> str:
+    """What bands say of ``design``, which can run."""
     if design.status != "on":
         return "on trial"
-    if bands is not None and rows in bands.rows:
-        return "tuned here"
-    ends = (band.last for one in DESIGNS for band in one.bands.get(gpu.name, ()) if not unmeasured(one, problem, gpu))
-    far = all(end is not None and rows > end for end in ends)
-    return "not measured" if far or unmeasured(design, problem, gpu) else "on record"
+    if bands is not None and rows not in bands.rows:
+        bands = None
+    if not reasons(design, problem, rows, gpu, named=False, plan=plan, tuned=bands):
+        return "on record" if bands is None else "tuned here"
+    if bands is not None:
+        return SLOWER_HERE
+    near = (one for one in DESIGNS if set(one.stages) & set(design.stages) and not unmeasured(one, problem, gpu))
+    spans = ((one.bands_without_plan if one.plans and not plan else one.bands).get(gpu.name, ()) for one in near)
+    far = all(band.last is not None and rows > band.last for span in spans for band in span)
+    return UNMEASURED if far or unmeasured(design, problem, gpu) else SLOWER
 
 
-def evidence(problem: Problem, rows: int, gpu: Gpu | None, choice: Choice, bands: Tuned | None) -> str:
-    """What says that ``choice`` is a good one: bands that were ``tuned here``, those of the package (``on record``), or nothing
-    (``not measured``; ``on trial``: a design that runs because it is named). Of SGLang's path: what said so of the designs that
-    could have run, and ``-`` where none could.
+def evidence(
+    problem: Problem,
+    rows: int,
+    gpu: Gpu | None,
+    choice: Choice,
+    bands: Tuned | None,
+    *,
+    plan: bool = True,
+    deterministic: bool = False,
+) -> str:
+    """What says that ``choice`` is a good one at ``rows`` rows: bands that were ``tuned here``, or those of the package (``on
+    record``). A design without such a band runs because it is ``named`` or ``deterministic``, and what is known of it follows;
+    one that is ``on trial`` has none anywhere. Of SGLang's path alone: what kept the designs out that could have run, and ``-``
+    where none could, or they were kept out by something else. ``problem`` has the logits that are asked for.
     """
     if gpu is None:
         return "-"
     stages = {"gate": choice.gate, "selection": choice.selection}
-    found = {stage: _evidence_of(TABLE[name], problem, rows, gpu, bands) for stage, name in stages.items() if name != "host"}
+    found = {}
+    for stage, name in stages.items():
+        if name != "host":
+            text = _verdict(TABLE[name], problem, rows, gpu, bands, plan=plan)
+            why = "deterministic" if deterministic else "named"
+            found[stage] = f"{why} ({text})" if text in (SLOWER, SLOWER_HERE, UNMEASURED) else text
     if len(set(found.values())) > 1:
         return ", ".join(f"{stage} {text}" for stage, text in found.items())
     if found:
         return next(iter(found.values()))
-    able = (design for design in DESIGNS if design.target and design.status == "on")
-    known = {_evidence_of(d, problem, rows, gpu, bands) for d in able if not reasons(d, problem, rows, gpu)}
-    return next((text for text in ("tuned here", "on record", "not measured") if text in known), "-")
+    beaten = set()
+    for name, why_not in choice.losers.items():
+        asked = functools.partial(reasons, TABLE[name], problem, rows, gpu, plan=plan)
+        if TABLE[name].status == "on" and not asked() and why_not == asked(named=False, tuned=bands):
+            beaten.add(_verdict(TABLE[name], problem, rows, gpu, bands, plan=plan))
+    return next((text for verdict, text in HOST_IS_BEST.items() if verdict in beaten), "-")
 
 
 def explain_rows(
@@ -138,13 +166,15 @@ def explain_rows(
     *,
     plan: bool = True,
     bands: Tuned | None = None,
+    deterministic: bool = False,
 ) -> list[Explanation]:
     """The choice at each of ``rows``, or at every range of row counts in which it is the same. ``bands``: tuned ones."""
+    asked: dict[str, Any] = {"backend": backend, "gate": gate, "unavailable": unavailable, "tuned": bands}
+    how = {"plan": plan, "deterministic": deterministic}
 
     def at(first: int, last: int | None) -> Explanation:
-        choice = choose(problem, first, gpu, backend=backend, gate=gate, unavailable=unavailable, plan=plan, tuned=bands)
-        shown = evidence(problem, first, gpu, choice, bands) if backend is not None else "-"
-        return Explanation(Rows(first, last), choice, shown)
+        choice = choose(problem, first, gpu, **(asked | how))
+        return Explanation(Rows(first, last), choice, evidence(in_force(problem, gate)[0], first, gpu, choice, bands, **how))
 
     if rows is not None:
         return [at(count, count) for count in rows]
@@ -183,6 +213,9 @@ def explain(
     gate: Annotated[str | None, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = None,
     rows: Annotated[str | None, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = None,
     plan: Annotated[bool, typer.Option(help="whether the experts take a plan that comes with the ids, as Triton's do")] = True,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="under --enable-deterministic-inference of SGLang's server")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
@@ -201,7 +234,9 @@ def explain(
     expect(listed <= LISTED_ROWS, "rows", f"{listed} row counts", f"at most {LISTED_ROWS}; without --rows, every range")
     table = tuned.find(where)
     bands = None if table is None or elsewhere else table.tuned(problem)
-    found = explain_rows(problem, where, ours, asked, counts, unavailable, plan=plan, bands=bands)
+    how = {"plan": plan, "deterministic": deterministic}
+    found = explain_rows(problem, where, ours, asked, counts, unavailable, bands=bands, **how)
+    stops = never_deterministic(asked) if deterministic else ""
     logits, shown = models.logits_of(problem, asked), in_force(problem, asked)[0]
     if as_json:
         about = {
@@ -210,7 +245,8 @@ def explain(
             "backend": backend,
             "gate": asked,
             "logits": logits,
-            "plan": plan,
+            **how,
+            "stops": stops,
             "note": note,
             "table": None if table is None else {**_told(table), "has_this_shape": bands is not None},
         }
@@ -223,6 +259,11 @@ def explain(
     out.print(text, markup=False)
     if logits:
         out.print(f"logits   {logits}", markup=False)
+    if deterministic:
+        out.print("mode     deterministic inference", markup=False)
+    if stops:
+        text = f"note     a server does not start: SGLANG_ROUTER_EXT_GATE: {stops}; below is what would run"
+        out.print(text, markup=False, soft_wrap=True)
     if note:
         out.print(f"note     {note}; below is what this shape would get", markup=False)
     if table is not None:

@@ -62,7 +62,9 @@ def add_choices() -> None:
 def demand_of(server_args: Any) -> Demand:
     """What ``server_args`` (SGLang's ServerArgs) and our settings ask for. Raises ContractError for an unknown name of ours."""
     names = [server_args.moe_runner_backend, server_args.speculative_moe_runner_backend]
-    return Demand.of_options(names, settings.read().gate)
+    # SGLang turns it on for that, but only while it resolves its arguments
+    deterministic = server_args.enable_deterministic_inference or server_args.rl_on_policy_target is not None
+    return Demand.of_options(names, settings.read().gate, deterministic=deterministic)
 
 
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from sglang_router_ext import TESTED_SGLANG, settings, tuned
 from sglang_router_ext.backends import BACKENDS, GATE_MODES
 from sglang_router_ext.bench import machine
-from sglang_router_ext.choose import Tuned
+from sglang_router_ext.choose import Tuned, never_deterministic
 from sglang_router_ext.contract import Gpu, Problem, expect
 from sglang_router_ext.designs import TABLE, Design
 from sglang_router_ext.plugin import hooks
@@ -43,6 +43,9 @@ API = (
 """What the plugin calls in SGLang, besides what it hooks."""
 
 
+DETERMINISTIC = "--enable-deterministic-inference"
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One reason why something does not run here. ``blocks``: nothing of ours, or not what was asked for, can run."""
 
@@ -61,6 +64,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Backends of ours: the target model's, then the draft model's."""
     gate: str = "auto"
     """``SGLANG_ROUTER_EXT_GATE``; a name asks for that gate design under any backend."""
+    deterministic: bool = False
+    """Whether SGLang's deterministic inference is asked for."""
 
     def __bool__(self) -> bool:
         return bool(self.backends) or self.named_gate is not None
@@ -74,21 +79,21 @@ class Demand(msgspec.Struct, frozen=True):
         return None if self.gate in GATE_MODES else self.gate
 
     @classmethod
-    def of_options(cls, names: list[str | None], gate: str) -> Demand:
-        """From the values of SGLang's two backend options.
+    def of_options(cls, names: list[str | None], gate: str, *, deterministic: bool = False) -> Demand:
+        """From the values of SGLang's two backend options, and of --enable-deterministic-inference.
 
         Raises :class:`~sglang_router_ext.contract.ContractError` for a name that looks like one of ours and is none.
         """
         for name in names:
             known = name is None or not name.startswith("router_ext") or name in BACKENDS
             expect(known, "moe_runner_backend", repr(name), " | ".join(BACKENDS))
-        return cls(tuple(dict.fromkeys(name for name in names if name in BACKENDS)), gate)
+        return cls(tuple(dict.fromkeys(name for name in names if name in BACKENDS)), gate, deterministic)
 
     @classmethod
     def of_command_line(cls, gate: str) -> Demand:
         """From this process's command line, which spawned processes see too. Engine(...) and config files do not show here."""
         words = [word.rpartition("=")[2] for word in sys.argv]
-        return cls(tuple(name for name in BACKENDS if name in words), gate)
+        return cls(tuple(name for name in BACKENDS if name in words), gate, DETERMINISTIC in words)
 
 
 @functools.cache
@@ -147,6 +152,8 @@ def check(gpu: Gpu | None, demand: Demand | None = None) -> list[Finding]:
         findings.append(Finding(settings.TABLE if found.named else "bands", str(found), found.named))
     if demand.named_gate in lost:
         findings.append(Finding("SGLANG_ROUTER_EXT_GATE", f"{demand.gate}: {lost[demand.gate]}", True))
+    if demand.deterministic and (never := never_deterministic(demand.gate)):
+        findings.append(Finding("SGLANG_ROUTER_EXT_GATE", never, True))
     return findings
 
 

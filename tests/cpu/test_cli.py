@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from sglang_router_ext import doctor
+from sglang_router_ext import __version__, doctor, tuned
 from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import check, draw, record, report
 from sglang_router_ext.bench.cases import CASES
@@ -247,10 +247,10 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
         (("bench", "--recorded", "h200", "--ratios", "x.txt"), "error: ratios: got x.txt, allowed: a .png file"),
         (("bench", "--recorded", "h200", "--steps", "x.txt"), "error: steps: got x.txt, allowed: a .png file"),
         (("bench", "--timeline", "/proc/x.png"), "error: timeline: got /proc/x.png"),
-        (("bench", "--recorded", ""), "error: recorded: got , allowed: h200"),
+        (("bench", "--recorded", ""), "error: recorded: got '', allowed: h200"),
         (("bench", "--recorded", "h200", "--rows", ""), "error: rows: got ''"),
-        (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got , allowed: a100 | "),
-        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", ""), "error: gate: got , allowed: auto | host"),
+        (("explain", "--model", "kimi-k2", "--gpu", ""), "error: gpu: got '', allowed: a100 | "),
+        (("explain", "--model", "kimi-k2", "--gpu", "h200", "--gate", ""), "error: gate: got '', allowed: auto | host"),
         (("demo", "--model", "x"), "error: model: got x, allowed: glm | glm-4 | qwen3"),
         (("demo", "--model", "qwen3"), "error: model: got qwen3, no CUDA GPU, allowed: a machine with one, or glm"),
         (("demo", "--layers", "3000000000"), "error: layers: got 3000000000, allowed: 2 to 256"),
@@ -272,6 +272,29 @@ def test_explain_says_which_logits_a_model_that_rounds_has(tmp_path: pathlib.Pat
             "error: recorded: got h200, glm-4.5-air-bf16, allowed: deepseek-v3 |",
         ),
         (("bench", "--rows", "\u0663"), "error: rows: got"),
+        *(
+            (("bench", f"--{option}", ""), f"error: {option}: got '', allowed: a path")
+            for option in (*draw.PICTURES, "timeline")
+        ),
+        *(((command, "--keep", ""), "error: keep: got '', allowed: a path") for command in ("demo", "serve-bench")),
+        (("tune", "--output="), "error: output: got '', allowed: a path"),
+        (("tune", "--model", ""), "error: model: got '', allowed: a folder with a config.json"),
+        (("explain", "--model", "", "--gpu", "h200"), "error: model: got '', allowed: a folder with a config.json"),
+        (("bench", "--case", ""), "error: case: got '', allowed: glm-5.3-flash | "),
+        (("check", "--design", ""), "error: design: got '', allowed: single | "),
+        (("demo", "--model", ""), "error: model: got '', allowed: glm | "),
+        (("serve-bench", "--moe-runner-backend", ""), "error: moe-runner-backend: got '', allowed: router_ext"),
+        (("demo", "--layers", ""), "error: layers: got '', allowed: an integer"),
+        (("demo", "--layers", "two"), "error: layers: got 'two', allowed: an integer"),
+        (("explain", "--gpu", "h200"), "error: model: got nothing, allowed: a case of bench, a checkpoint's folder"),
+        (("bench", "--case"), "error: case: got no value, allowed: --case VALUE"),
+        (("bench", "--cold=1"), "error: cold: got a value, allowed: --cold"),
+        (("bench", "--rows", "e", "a", "b (c)"), "error: arguments: got a b (c), allowed: --case | --rows | "),
+        (("bench", "--row", "1"), "error: option: got --row, allowed: --case | --rows | "),
+        (("bench", "-r"), "error: option: got -r, allowed: --case | --rows | "),
+        (("--row",), "error: option: got --row, allowed: --version | --help"),
+        (("banch",), "error: command: got banch, allowed: demo | "),
+        (("launch", "--way"), "error: way: got no value, allowed: --way VALUE"),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], text: str) -> None:
@@ -279,6 +302,33 @@ def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], tex
     assert result.exit_code == 2
     assert result.output.startswith(text)
     assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("other", ["ratios", "steps", "timeline"])
+def test_no_two_pictures_go_into_one_file(tmp_path: pathlib.Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", str(tmp_path / "a.png"), "link.png"):
+        result = call("bench", "--plot", "a.png", f"--{other}", name)
+        text = f"error: {other}: got {name}, which --plot writes, allowed: a file of its own\n"
+        assert (result.exit_code, result.output) == (2, text)
+
+
+def test_an_empty_model_is_not_the_current_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    monkeypatch.chdir(tmp_path)
+    assert call("explain", "--model", ".", "--gpu", "h200").exit_code == 0
+    assert call("explain", "--model", "", "--gpu", "h200").exit_code == 2
+
+
+def test_versions_are_told_and_help_is_shown_beside_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    version, *others = call("--version").output.splitlines()
+    assert version == f"sglang-router-ext {__version__}"
+    assert [line.split()[0] for line in others] == ["sglang", "torch"]
+    monkeypatch.setattr(tuned, "versions", lambda: {"sglang-router-ext": "1", "torch": None})
+    assert (call("--version").output, call("--version").exit_code) == ("sglang-router-ext 1\n", 0)
+    for words in ((), ("bench", "x", "--help")):
+        assert "Usage: " in call(*words).output
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -369,7 +419,9 @@ def test_rows_as_text() -> None:
             parse_rows(text)
 
 
-@pytest.mark.parametrize("arguments", [("list",), ("explain", "--model", "kimi-k2", "--gpu", "b300"), ("--help",)])
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("explain", "--model", "kimi-k2", "--gpu", "b300"), ("--help",), ("--version",)]
+)
 def test_no_torch_is_needed(arguments: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

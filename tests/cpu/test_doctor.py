@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
+import platform
 import stat
 import subprocess
 import sys
@@ -57,6 +58,37 @@ def test_a_healthy_environment_has_no_problem(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assert problems(quick()) == {}
+
+
+@pytest.mark.parametrize(
+    ("checkout", "told", "said"),
+    [
+        (("4f38c7e", False), "unknown", ("ok", "4f38c7e")),
+        (("4f38c7e", True), "dirty", ("note", "4f38c7e, with changes")),
+        (None, "5a1b2c3", ("ok", "5a1b2c3")),
+        (None, "unknown", None),
+    ],
+)
+def test_what_a_bug_report_needs_of_the_system(
+    checkout: tuple[str, bool] | None, told: str, said: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "checkout", lambda: checkout)
+    monkeypatch.setattr(machine, "commit", lambda: told)
+    found = {finding.subject: (finding.state, finding.text) for finding in quick()}
+    assert found.get("commit") == said
+    assert found["Python"] == ("ok", platform.python_version())
+    assert platform.release() in found["system"][1]
+    assert f"ok       versions: Python: {platform.python_version()}" in doctor.report(quick()).splitlines()
+
+
+def test_a_system_that_does_not_say_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unnamed() -> dict[str, str]:
+        raise OSError("no os-release")
+
+    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "A Linux 12"})
+    assert machine.system() == f"A Linux 12, {platform.platform()}"
+    monkeypatch.setattr(platform, "freedesktop_os_release", unnamed)
+    assert machine.system() == platform.platform()
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

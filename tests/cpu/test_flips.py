@@ -164,6 +164,35 @@ def test_the_paths_are_those_that_run_at_every_row_count() -> None:
     assert "pair" in {way.name for way in flips.paths(problem, [2, 16], H200)[0]}
 
 
+def test_what_a_deterministic_server_runs_is_a_path_that_promises_no_flip(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, counts = CASES["glm-5.3-flash"].problem, [6, 96, 4096]
+    way = next(way for way in flips.paths(problem, counts, H200)[0] if way.name == "deterministic")
+    assert way.row_stable
+    assert way.what.endswith("inference: tensor_pair at 6, 96 rows; tensor_core + select_plan at 4096 rows")
+    assert way.designs == "tensor_pair+select_plan+tensor_core"
+    routed: list[Any] = []
+    monkeypatch.setattr(flips, "route", lambda gate, selection, *given: routed.append((gate, selection)))
+    for count in counts:
+        way.route(random_inputs(msgspec.structs.replace(problem, hidden=8), count))
+    assert routed == [*[("tensor_pair", "tensor_pair")] * 2, ("tensor_core", "select_plan")]
+
+
+@pytest.mark.parametrize("case", ["glm-4.6", "deepseek-v4-hash"])
+def test_sglangs_deterministic_kernels_are_not_counted(case: str) -> None:
+    ways, against = flips.paths(CASES[case].problem, [6, 96], H200)
+    assert "deterministic" not in {way.name for way in ways}
+    (text,) = command._left_out({"deterministic": against["deterministic"]})
+    assert text.startswith("deterministic: not counted: router_ext_single with --enable-deterministic-inference: ")
+    assert "host" in text and "SGLang's deterministic kernel" in text
+
+
+def test_a_deterministic_path_that_flips_is_broken_and_its_record_is_of_its_designs() -> None:
+    (found,) = counted(Path("deterministic", changed(ids=other_expert), True, "", "tensor_pair+select_plan")).flips
+    assert found.broken
+    one = record.flips_record(IDENTITY, "glm-5.3-flash", 50, 0, [4, 12], [found])
+    assert msgspec.json.decode(record.encode(one))["sources"] == [record.current_hash("tensor_pair+select_plan")]
+
+
 def test_the_designs_of_a_chain_get_the_logits_of_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs(PROBLEM, 3)
     made = torch.full((3, 16), 2.0)
@@ -195,8 +224,9 @@ def test_a_record_keeps_the_counts_and_a_newer_one_takes_its_place() -> None:
     [
         (("--case", "x"), "error: case: got x, allowed: glm-5.3-flash | "),
         (("--batches", "6,,96"), "error: batches: got '6,,96', allowed: row counts from 1"),
-        (("--batches", "6"), "error: batches: got 6, allowed: 2 to 16 sizes"),
-        (("--batches", "1-17"), "error: batches: got 1-17, allowed: 2 to 16 sizes"),
+        (("--batches", "6"), "error: batches: got 6, allowed: 2 to 16 different sizes"),
+        (("--batches", "1-17"), "error: batches: got 1-17, allowed: 2 to 16 different sizes"),
+        (("--batches", "6,6"), "error: batches: got 6,6, allowed: 2 to 16 different sizes"),
         (("--batches", "1000,1001"), "error: batches: got 1000,1001, allowed: sizes whose least common multiple"),
         (("--rows", "1023"), "error: rows: got 1023, allowed: 1024, the largest batch, to "),
         (("--seed", "-1"), "error: seed: got -1, allowed: 0 to 2^31 - 1"),

@@ -14,9 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_router_ext import launch
+from sglang_router_ext.bench import machine
 from sglang_router_ext.bench.record import read_all
 from sglang_router_ext.cli import app
-from sglang_router_ext.contract import ContractError
+from sglang_router_ext.contract import ContractError, gpu_by_name
+from sglang_router_ext.plugin import preflight
+from sglang_router_ext.plugin.preflight import Demand
 
 GOOD = b"""
 model: some/model
@@ -107,9 +110,97 @@ def test_a_server_that_cannot_run_here_is_not_started(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.execvpe", lambda file, words, environment: started.append(words))
     code, _ = call("glm-4.6-h200")
     assert code == 1 and not started
-    monkeypatch.setattr("sglang_router_ext.cli.launch._against", lambda preset: [])
+    monkeypatch.setattr("sglang_router_ext.cli.launch._against", lambda *given: [])
     assert call("glm-4.6-h200", "--way", "serve")[0] == 0
     assert started[0][:3] == ["sglang", "serve", "--model-path"]
+
+
+GOOD_ONE = launch.parse(GOOD, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--tp-size 4", "tp-size", "4"),
+        ("--tp-size=4", "tp-size", "4"),
+        ("--tp 4", "tp-size", "4"),
+        ("--tensor-parallel-size 2 --tp-size 4", "tp-size", "4"),
+        ("--model other/model", "model-path", "other/model"),
+        ("--moe-runner-backend triton --port 1", "moe-runner-backend", "triton"),
+    ],
+)
+def test_an_option_that_contradicts_the_preset_is_named(words: str, name: str, value: str) -> None:
+    assert launch.flags_of(GOOD_ONE, words.split())[name] == value
+    own = launch.flags_of(GOOD_ONE, ())[name]
+    text = f"--{name}: got {value}, which takes the place of the preset's {own}"
+    assert launch.contradictions(GOOD_ONE, words.split()) == [text]
+
+
+@pytest.mark.parametrize("words", ["", "--port 8000 --enable-metrics", "--tp 8", "--max-running-requests -1 --nnodes 1"])
+def test_an_option_that_adds_to_the_preset_is_no_contradiction(words: str) -> None:
+    assert launch.contradictions(GOOD_ONE, words.split()) == []
+
+
+def test_options_are_read_as_they_are_given() -> None:
+    more = ["--trust-remote-code", "--port", "80", "--served-model-name", "two words", "--enable-metrics"]
+    found = {"trust-remote-code": True, "port": "80", "served-model-name": "two words", "enable-metrics": True}
+    assert launch.given(GOOD_ONE, more) == found
+    assert not launch.contradictions(launch.read("deepseek-v3-h200"), ["--trust-remote-code"])
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "needed"),
+    [
+        ("", 7, "8 or more, for --tp-size 8"),
+        ("", 8, ""),
+        ("--tp 4", 4, ""),
+        ("--tp 16 --nnodes 2", 7, "8 or more, for --tp-size 16 over 2 nodes"),
+        ("--tp 16 --nnodes 2", 8, ""),
+        ("--tp 4 --pp-size 2", 4, "8 or more, for --tp-size 4 and --pp-size 2"),
+        ("--tp many", 1, ""),  # SGLang's to refuse
+        ("--nnodes 0", 1, ""),
+    ],
+)
+def test_a_server_takes_as_many_gpus_as_its_sizes_say(words: str, gpus: int, needed: str) -> None:
+    text = [f"GPUs: got {gpus}, allowed: {needed}"] if needed else []
+    assert launch.too_few(launch.flags_of(GOOD_ONE, words.split()), gpus) == text
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A machine that has two, whatever else it has, and the servers that are started on it."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execvpe", lambda file, words, environment: started.append(words))
+    monkeypatch.setattr(preflight, "detect_gpu", lambda index=None: gpu_by_name("h200"))
+    monkeypatch.setattr(preflight, "unavailable", dict)
+    monkeypatch.setattr(machine, "gpus", lambda: 2)
+    return started
+
+
+def test_too_few_gpus_are_said_and_stop_a_start(two_gpus: list[list[str]]) -> None:
+    text = "not here: GPUs: got 2, allowed: 8 or more, for --tp-size 8"
+    code, output = call("glm-4.6-h200", "--dry-run")
+    assert code == 0 and text in output
+    code, output = call("glm-4.6-h200")
+    assert code == 1 and text in output and not two_gpus
+    code, output = call("glm-4.6-h200", "--tp", "2")
+    assert code == 0 and len(two_gpus) == 1
+    assert "note: --tp-size: got 2, which takes the place of the preset's 8" in output
+
+
+def test_what_is_judged_is_what_the_server_gets(two_gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Demand] = []
+    check = preflight.check
+    monkeypatch.setattr(preflight, "check", lambda gpu, demand: judged.append(demand) or check(gpu, demand))
+    assert call("glm-4.6-h200", "--tp", "2", "--moe-runner-backend", "triton")[0] == 0
+    assert judged == []
+    assert call("glm-4.6-h200", "--tp", "2", "--moe-runner-backend=router_ext_pair")[0] == 0
+    assert judged == [Demand(("router_ext_pair",))]
+    monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "small_rows")
+    code, output = call("glm-4.6-h200", "--tp", "2", "--enable-deterministic-inference")
+    assert code == 1 and "SGLANG_ROUTER_EXT_GATE: got small_rows, which --enable-deterministic-inference rules out" in output
+    code, output = call("glm-4.6-h200", "--moe-runner-backend", "router_ext_x")
+    assert (code, "error: moe_runner_backend: got 'router_ext_x', allowed: router_ext |" in output) == (2, True)
 
 
 def test_presets_are_listed() -> None:
@@ -125,7 +216,7 @@ def test_presets_are_listed() -> None:
         (("nonsense", "--dry-run"), "error: preset: got nonsense, allowed: deepseek-v3-h200 |"),
         (("glm-4.6-h200", "--list"), "error: name: got glm-4.6-h200, allowed: none with --list"),
         (("glm-4.6-h200", "--dry-run", "--way", "docker"), "error: way: got docker, allowed: launch_server | serve"),
-        ((), "error: preset: got , allowed: "),
+        ((), "error: preset: got '', allowed: "),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(words: tuple[str, ...], text: str) -> None:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_router_ext import build
-from sglang_router_ext.backends import BACKENDS
+from sglang_router_ext.backends import BACKENDS, GATE_MODES, GATES
 from sglang_router_ext.contract import ContractError, gpu_by_name
 from sglang_router_ext.designs import TABLE
 from sglang_router_ext.plugin import entry, hooks, preflight
@@ -432,10 +432,40 @@ def test_a_missing_call_is_named(monkeypatch):
     assert str(finding).startswith("call sglang.srt.arg_groups.choices:add_router_choices: not there")
 
 
+def server_args(**options: object) -> SimpleNamespace:
+    """What the entry point reads of SGLang's."""
+    defaults = {"moe_runner_backend": "auto", "speculative_moe_runner_backend": None, "nnodes": 1}
+    return SimpleNamespace(**defaults | {"enable_deterministic_inference": False, "rl_on_policy_target": None} | options)
+
+
+@pytest.mark.parametrize("gate", [gate for gate in GATES if gate not in GATE_MODES])
+def test_a_named_gate_that_deterministic_inference_rules_out_stops_a_server(gate, monkeypatch):
+    monkeypatch.setattr(preflight, "unavailable", dict)
+    assert not [one for one in preflight.check(H200, Demand(gate=gate)) if one.blocks]
+    blocking = [str(one) for one in preflight.check(H200, Demand(gate=gate, deterministic=True)) if one.blocks]
+    assert bool(blocking) == (gate != "tensor_core")
+    text = f"SGLANG_ROUTER_EXT_GATE: got {gate}, which --enable-deterministic-inference rules out (deterministic inference: "
+    assert all(one.startswith(text) and one.endswith("allowed: auto | host | fp32 | tensor_core") for one in blocking)
+
+
+def test_deterministic_inference_is_read_of_the_command_line_and_the_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sglang", "--enable-deterministic-inference"])
+    assert Demand.of_command_line("naive") == Demand(gate="naive", deterministic=True)
+    monkeypatch.setattr(sys, "argv", ["sglang"])
+    assert not Demand.of_command_line("naive").deterministic
+    monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "naive")
+    assert not entry.demand_of(server_args()).deterministic
+    assert entry.demand_of(server_args(rl_on_policy_target="fsdp")).deterministic
+    monkeypatch.setattr(preflight, "detect_gpu", lambda index=None: H200)
+    monkeypatch.setattr(preflight, "unavailable", dict)
+    with pytest.raises(SystemExit, match="GATE: got naive, which --enable-deterministic-inference rules out"):
+        entry.check_arguments(refuse, server_args(enable_deterministic_inference=True))
+
+
 @pytest.mark.parametrize("backend", ["triton", None])
 def test_fp32_logits_without_a_backend_of_ours_are_warned_of(backend, monkeypatch, caplog) -> None:
     monkeypatch.setenv("SGLANG_ROUTER_EXT_GATE", "fp32")
-    args = SimpleNamespace(moe_runner_backend=backend, speculative_moe_runner_backend=None)
+    args = server_args(moe_runner_backend=backend)
     entry.check_arguments(lambda _args: None, args)
     assert "SGLANG_ROUTER_EXT_GATE=fp32 changes nothing without a backend of ours" in caplog.text
     caplog.clear()

@@ -12,7 +12,7 @@ from sglang_router_ext.agreement import Result, compare
 from sglang_router_ext.arguments import check_per_row, check_selection
 from sglang_router_ext.bench.checks import Check, inputs_of
 from sglang_router_ext.bench.launch import truth
-from sglang_router_ext.choose import choose, reasons
+from sglang_router_ext.choose import HASH_LAYER, NO_HASH_LAYER, choose, reasons
 from sglang_router_ext.contract import STAGES, ContractError, Problem, Tokens, gpu_by_name
 from sglang_router_ext.designs import TABLE
 
@@ -146,9 +146,9 @@ def test_the_judge_sees_a_logit_that_is_off_or_missing() -> None:
 
 def test_who_runs_what() -> None:
     assert choose(HASHED, 4, H200, backend="router_ext_pair").fused == "hash_rows"
-    assert "a table names the experts: takes routers that rank them" in reasons(TABLE["pair"], HASHED, 4, H200)
+    assert reasons(TABLE["pair"], HASHED, 4, H200) == [HASH_LAYER]
     plain = Problem(experts=8, hidden=16, topk=2)
-    assert reasons(TABLE["hash_rows"], plain, 4, H200) == ["ranks its experts: takes routers whose experts a table names"]
+    assert reasons(TABLE["hash_rows"], plain, 4, H200) == [NO_HASH_LAYER]
     assert reasons(TABLE["triton_select"], IMAGES, 4, H200)[-1] == "a bias for image tokens: takes one for all"
     for name in ("single", "pair", "warp_select"):
         assert reasons(TABLE[name], IMAGES, 4, H200) == []
