@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sglang_router_ext.choose import groups_refused
 from sglang_router_ext.contract import Problem, Tokens, expect
-from sglang_router_ext.designs import TABLE, groups_refused
+from sglang_router_ext.designs import TABLE
 
 VECTOR_BYTES = 16
 

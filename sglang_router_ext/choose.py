@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_router_ext.backends import BACKENDS, GATE_MODES, GATES
 from sglang_router_ext.contract import STAGES, Gpu, Problem, expect
-from sglang_router_ext.designs import DESIGNS, SELECT_AND_PLAN, TABLE, Design, Rows, groups_refused
+from sglang_router_ext.designs import DESIGNS, SELECT_AND_PLAN, TABLE, Design, Rows
 
 BATCHED = "deterministic inference: a row's bits depend on its batch, or other batches take another design"
 HASH_LAYER = "a hash layer, where a table of tokens names the experts: takes layers that rank their experts"
@@ -61,6 +61,20 @@ def other_layers(design: Design, problem: Problem) -> list[str]:
     if "selection" not in design.stages or design.hashed == problem.hashed:
         return []
     return [HASH_LAYER if problem.hashed else NO_HASH_LAYER]
+
+
+def groups_refused(design: Design, problem: Problem) -> str | None:
+    """Why ``design`` does not select by the groups of ``problem``, or None: lanes of a warp share a group, warps do not."""
+    if problem.groups == 1:
+        return None
+    if problem.score == "softmax":
+        return f"{problem.groups} expert groups with softmax scores"
+    size = problem.experts // problem.groups
+    if design.group_experts != size or problem.experts % 128 != 0:
+        return f"{problem.groups} expert groups of {size}"
+    return (
+        f"top-{problem.topk} of {problem.groups_kept} groups of {size}" if problem.topk > size * problem.groups_kept else None
+    )
 
 
 def reasons(

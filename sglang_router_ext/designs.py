@@ -14,10 +14,12 @@ from typing import Any
 
 import msgspec
 
-from sglang_router_ext.contract import SCORES, Problem
+from sglang_router_ext.contract import SCORES
 
 PACKAGE = pathlib.Path(__file__).parent
 HOPPER_UP = (90, 100, 103)
+MOST_ROWS = {"NVIDIA H200": 8192}
+"""GPU name -> the most rows on record: of more, bands say nothing."""
 
 
 class Numerics(Enum):
@@ -127,20 +129,6 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
         return source_hash(self.sources)
 
 
-def groups_refused(design: Design, problem: Problem) -> str | None:
-    """Why ``design`` does not select by the groups of ``problem``, or None: lanes of a warp share a group, warps do not."""
-    if problem.groups == 1:
-        return None
-    if problem.score == "softmax":
-        return f"{problem.groups} expert groups with softmax scores"
-    size = problem.experts // problem.groups
-    if design.group_experts != size or problem.experts % 128 != 0:
-        return f"{problem.groups} expert groups of {size}"
-    return (
-        f"top-{problem.topk} of {problem.groups_kept} groups of {size}" if problem.topk > size * problem.groups_kept else None
-    )
-
-
 def source_hash(sources: tuple[str, ...]) -> str:
     if not sources:
         return ""
@@ -196,8 +184,8 @@ DESIGNS: tuple[Design, ...] = (
             *_WARP_SELECT,
         ),
         status="on",
-        bands={"NVIDIA H200": (Rows(1, 96),)},
-        bands_without_plan={"NVIDIA H200": (Rows(17, 64),)},
+        bands={"NVIDIA H200": (Rows(1, 128),)},
+        bands_without_plan={"NVIDIA H200": (Rows(17, 96),)},
         measured_dtypes=("bfloat16", "float32"),
         measured_scores=SCORES,
         measured_groups=True,
@@ -217,6 +205,9 @@ DESIGNS: tuple[Design, ...] = (
         chain=8,
         row_stable=True,
         twins=("tensor_core", "warp_select"),
+        status="on",
+        bands={"NVIDIA H200": (Rows(129, 1024),)},
+        bands_without_plan={"NVIDIA H200": (Rows(97, 1024),)},
         sources=("fused/tensor_pair.cuh", "fused/tensor_pair.py", *_SELECT_PLAN, *_TENSOR_CORE),
     ),
     Design(
@@ -274,6 +265,8 @@ DESIGNS: tuple[Design, ...] = (
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
         twins=("warp_select",),
+        status="on",
+        bands={"NVIDIA H200": (Rows(129, 8192),)},
         sources=_SELECT_PLAN,
     ),
     Design(
@@ -315,6 +308,8 @@ DESIGNS: tuple[Design, ...] = (
         numerics=Numerics.LOGIT_BOUND,
         chain=8,
         row_stable=True,
+        status="on",
+        bands={"NVIDIA H200": (Rows(17, 128),)},
         sources=_TENSOR_CORE,
     ),
     Design(
@@ -329,7 +324,7 @@ DESIGNS: tuple[Design, ...] = (
         row_stable=False,
         sources=("gate/split_gemm.py",),
         status="on",
-        bands={"NVIDIA H200": (Rows(97, 1024),)},
+        bands={"NVIDIA H200": (Rows(97, 8192),)},
     ),
     Design(
         name="naive",

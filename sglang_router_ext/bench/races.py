@@ -7,7 +7,8 @@ SGLang's same stage. That is good enough against SGLang's pair itself, of which 
 timed it has to be ``ESTIMATE`` times as fast. In the race with a plan, what makes none has SGLang's count-and-sort behind it,
 which takes what it takes behind SGLang's pair.
 
-The fastest way gives a band to each of its designs: a chain ``a+b`` to both, a single stage before or behind SGLang's to its
+A way in which no row depends on its batch wins where the fastest, of another kind, is less than ``STABLE`` times as fast. The
+winner gives a band to each of its designs: a chain ``a+b`` to both, a single stage before or behind SGLang's to its
 one design. Where it is one design for both stages, those that ``choose`` asks after it race on for the second place: their
 bands change nothing where the first can run, and are what to run where it cannot (not built here, no words left in a graph).
 Whatever is not faster than SGLang's gets nothing, and so does everything at a row count where SGLang's was not timed.
@@ -29,6 +30,7 @@ from sglang_router_ext.bench.record import HOST, PLANNED, ROUTER
 from sglang_router_ext.choose import ORDER
 from sglang_router_ext.designs import PLAN_STAGE, TABLE, Rows
 
+STABLE = 1.05
 ESTIMATE = 1.1
 """Stages overlap, or do not, in other ways than in SGLang's pair: some 0.5 us of 6."""
 
@@ -60,6 +62,10 @@ class Way(NamedTuple):
     def place(self) -> int:
         """Of the design that ``choose`` asks first."""
         return min(ORDER.index(name) for name in self.designs)
+
+    @property
+    def row_stable(self) -> bool:
+        return "host" not in (self.gate, self.selection) and all(TABLE[name].row_stable for name in self.designs)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -133,14 +139,21 @@ def ways(times: Iterable[Time], *, plan: bool, rounded: bool = False) -> tuple[f
     return planned if plan and planned is not None else pair, found
 
 
+def best(found: Sequence[Way]) -> Way:
+    """The winner among these, one or more."""
+    fastest = min(found, key=lambda way: way.rank)
+    stable = (way for way in found if way.row_stable and way.rank[0] < STABLE * fastest.rank[0])
+    return min(stable, key=lambda way: way.rank, default=fastest)
+
+
 def places(host_us: float | None, found: Sequence[Way]) -> list[Way]:
     """The winner and, behind one design for both stages, whoever is next: see the top of this file. Empty: SGLang's."""
     left = [way for way in found if host_us is not None and way.us < host_us]
     taken: list[Way] = []
     while left:
-        best = min(left, key=lambda way: way.rank)
-        taken.append(best)
-        left = [way for way in left if way.place > best.place] if best.gate == best.selection else []
+        first = best(left)
+        taken.append(first)
+        left = [way for way in left if way.place > first.place] if first.gate == first.selection else []
     return taken
 
 
@@ -165,9 +178,9 @@ def race(times: Sequence[Time], rows: Iterable[int], *, plan: bool, rounded: boo
     for count in sorted(set(rows)):
         host_us, found = ways((time for time in times if time.rows == count), plan=plan, rounded=rounded)
         winners[count] = [name for way in places(host_us, found) for name in way.designs]
-        best = min(found, key=lambda way: way.rank, default=None)
         run = Race(rows=count, host_us=host_us)
-        if best is not None:
-            run = Race(rows=count, host_us=host_us, ours=str(best), ours_us=best.us, estimated=best.estimated)
+        if found:
+            way = best([way for way in found if host_us is not None and way.us < host_us] or found)
+            run = Race(rows=count, host_us=host_us, ours=str(way), ours_us=way.us, estimated=way.estimated)
         shown.append(run)
     return Found(tuple(shown), bands(winners))

@@ -16,7 +16,7 @@ from sglang_router_ext.choose import Choice, Tuned, choose, in_force, never_dete
 from sglang_router_ext.cli import model as models
 from sglang_router_ext.cli.app import app, console, parse_rows, print_json
 from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
-from sglang_router_ext.designs import DESIGNS, TABLE, Design, Rows
+from sglang_router_ext.designs import DESIGNS, MOST_ROWS, TABLE, Design, Rows
 
 WIDE = 150
 """Columns of a terminal that ``list`` fills."""
@@ -114,9 +114,7 @@ def _verdict(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned
         return "on record" if bands is None else "tuned here"
     if bands is not None:
         return SLOWER_HERE
-    near = (one for one in DESIGNS if set(one.stages) & set(design.stages) and not unmeasured(one, problem, gpu))
-    spans = ((one.bands_without_plan if one.plans and not plan else one.bands).get(gpu.name, ()) for one in near)
-    far = all(band.last is not None and rows > band.last for span in spans for band in span)
+    far = rows > MOST_ROWS.get(gpu.name, 0)
     return UNMEASURED if far or unmeasured(design, problem, gpu) else SLOWER
 
 

@@ -25,7 +25,9 @@ def names(problem: Problem, rows: int, gpu=H200, **asked) -> tuple[str, str]:
         (0, ("host", "host")),
         (1, ("pair", "pair")),
         (16, ("pair", "pair")),
-        (17, ("cublas_gemm", "warp_select")),
+        (17, ("tensor_core", "warp_select")),
+        (128, ("tensor_core", "warp_select")),
+        (129, ("cublas_gemm", "warp_select")),
         (100_000, ("cublas_gemm", "warp_select")),
     ],
 )
@@ -38,8 +40,9 @@ def test_a_wide_weight_is_split_where_no_design_for_few_rows_takes_it() -> None:
     assert names(glm46, 16) == ("pair", "pair")
     assert names(glm46, 1024) == ("split_gemm", "warp_select")
     assert names(glm46, 129, backend="router_ext_single") == ("split_gemm", "select_plan")
-    assert names(glm46, 1024, backend="router_ext") == ("split_gemm", "warp_select")
-    assert names(glm46, 1025, backend="router_ext") == ("host", "warp_select")
+    assert names(glm46, 1024, backend="router_ext") == ("split_gemm", "select_plan")
+    assert names(glm46, 8193, backend="router_ext") == ("host", "host")
+    assert names(glm46, 1024, backend="router_ext", plan=False) == ("split_gemm", "warp_select")
     assert reasons(TABLE["split_gemm"], GLM, 1024, H200) == ["bfloat16 gate weight: takes float32"]
 
 
@@ -157,7 +160,7 @@ def test_a_gate_before_sglangs_selection_runs_where_it_is_measured_to_win() -> N
         assert [names(grouped, rows, backend=backend) for rows in (1, 5, 6, 8, 9, 96)] == [
             *[("host", "host")] * 2,
             *[("small_rows", "host")] * 2,
-            *[("host", "host")] * 2,
+            *[("host", "host"), ("tensor_core", "host")],
         ]
     why = choose(grouped, 1, H200, backend="router_ext_pair").losers
     assert why["small_rows"] == ["1 rows: measured fastest at 6-8"]
@@ -231,7 +234,8 @@ def test_selections_alone_do_not_follow_a_gate_that_rounds() -> None:
         assert (choice.gate, choice.selection) == ("host", "host")
         assert choice.losers["warp_select"] == [ROUNDED]
     assert names(QWEN, 4, gate="fp32") == names(QWEN, 4) == ("pair", "pair")
-    assert names(QWEN, 17, gate="fp32") == names(QWEN, 17) == ("cublas_gemm", "warp_select")
+    assert names(QWEN, 17) == ("cublas_gemm", "warp_select")
+    assert names(QWEN, 17, gate="fp32") == ("tensor_core", "warp_select")  # whose bands speak of logits that are not rounded
     assert names(QWEN, 4, gate="small_rows") == ("small_rows", "warp_select")
 
 

@@ -35,12 +35,14 @@ def call(*arguments: str) -> Any:
     ("rows", "backend", "plan", "text"),
     [
         (96, "router_ext_single", True, "single: on record"),
-        (97, "router_ext_single", True, "single: named (not fastest on record)"),
+        (97, "router_ext_single", False, "single: named (not fastest on record)"),
         (4, "router_ext_single", False, "single: named (not fastest on record)"),
         (32, "router_ext_single", False, "single: on record"),
         (16, "router_ext_pair", True, "pair: on record"),
         (9000, "router_ext_pair", True, "cublas_gemm + warp_select: gate on trial, selection named (not measured)"),
-        (200, "router_ext_single", True, "tensor_pair: on trial"),
+        (200, "router_ext_single", True, "tensor_pair: on record"),
+        (200, "router_ext_pair", True, "cublas_gemm + warp_select: gate on trial, selection on record"),
+        (2000, "router_ext", True, "host + select_plan: on record"),
     ],
 )
 def test_a_design_without_a_band_is_not_on_record(rows: int, backend: str, plan: bool, text: str) -> None:
@@ -48,12 +50,12 @@ def test_a_design_without_a_band_is_not_on_record(rows: int, backend: str, plan:
 
 
 def test_bands_that_were_tuned_are_said_to_be_where_they_are() -> None:
-    bands = Tuned(bands=(("pair", (Rows(1, 8),)),), bands_without_plan=(), last=64)
+    bands = Tuned(bands=(("pair", (Rows(1, 8),)),), bands_without_plan=(), rows=Rows(1, 64))
     assert explained(8, bands=bands) == "pair: tuned here"
     assert explained(9, bands=bands) == "host: tuned here"  # a race that SGLang's path has won
-    assert explained(65, bands=bands) == "host: not measured"
+    assert explained(65, bands=bands) == "single: on record"  # where it has no say, the package's bands have
     assert explained(16, backend="router_ext_pair", bands=bands) == "pair: named (not fastest here)"
-    assert explained(65, backend="router_ext_single", bands=bands) == "single: named (not measured)"
+    assert explained(65, backend="router_ext_single", plan=False, bands=bands) == "single: on record"
 
 
 def test_a_named_gate_has_what_is_known_of_it_under_any_backend() -> None:
@@ -72,10 +74,10 @@ def test_sglangs_path_is_on_record_only_where_a_race_put_it_there() -> None:
     assert explained(6, grouped) == "small_rows + host: on record"
 
 
-def test_a_gate_is_not_measured_beyond_where_gates_of_its_weight_were() -> None:
-    assert explained(1025, CASES["glm-4.6"].problem, "router_ext_pair").endswith(
-        "gate named (not measured), selection on record"
-    )
+def test_nothing_is_measured_beyond_the_most_rows_on_record() -> None:
+    wide = CASES["glm-4.6"].problem
+    assert explained(8192, wide, "router_ext_pair") == "split_gemm + warp_select: on record"
+    assert explained(8193, wide, "router_ext_pair") == "split_gemm + warp_select: named (not measured)"
 
 
 @pytest.mark.parametrize("backend", ["router_ext", "router_ext_pair", "router_ext_single"])
@@ -96,14 +98,14 @@ def test_hash_layers_and_others_are_told_apart_at_every_row_count() -> None:
         losers = choose(CASES["deepseek-v4-hash"].problem, rows, H200, backend="router_ext_single").losers
         assert {losers[name][0] for name in ("single", "pair", "warp_select", "select_plan")} == {HASH_LAYER}
         assert {len(losers[name]) for name in ("single", "pair", "warp_select", "select_plan")} == {1}
-    assert f"hash_rows     │ 1-96, 97-8192, 8193+ │ {NO_HASH_LAYER}" in call().output
+    assert f"hash_rows     │ 1-128, 129-1024, 1025-8192, 8193+ │ {NO_HASH_LAYER}" in call().output
 
 
 def test_deterministic_inference_is_explained() -> None:
     found = json.loads(call("--deterministic", "--json").output)
     assert found["deterministic"] and found["stops"] == ""
     rows = [msgspec.convert(one, Explanation) for one in found["rows"]]
-    assert [str(one.rows) for one in rows] == ["1-1024", "1025+"]
+    assert [str(one.rows) for one in rows] == ["1-128", "129-1024", "1025-8192", "8193+"]
     for one in rows:
         assert one.choice == choose(GLM, one.rows.first, H200, backend="router_ext", deterministic=True)
     assert "deterministic inference" in call("--deterministic").output

@@ -62,6 +62,15 @@ def test_a_tie_goes_to_what_choose_asks_first() -> None:
     assert [str(way) for way in places(*ways(times, plan=False))] == ["single", "pair", "small_rows+warp_select"]
 
 
+@pytest.mark.parametrize(("us", "winner"), [(4.19, "tensor_pair"), (4.21, "split_gemm+warp_select")])
+def test_a_way_in_which_no_row_depends_on_its_batch_may_take_a_little_longer(us: float, winner: str) -> None:
+    times = [*theirs(4), ours(4, "split_gemm+warp_select", 4.0), ours(4, "tensor_pair", us), ours(4, "triton_select", 0.1)]
+    found = race(times, [4], plan=False)
+    assert found.races[0].ours == winner and set(winner.split("+")) <= set(found.bands)
+    alone = race([*theirs(4, pair=4.1), *times[4:]], [4], plan=False)  # nor does it run where SGLang's is faster
+    assert alone.races[0].ours == "split_gemm+warp_select"
+
+
 def test_a_chain_gives_its_band_to_both_designs() -> None:
     times = [*theirs(4), ours(4, "small_rows+warp_select", 4.0), ours(4, "pair", 4.5)]
     assert texts(race(times, [4], plan=False).bands) == {"warp_select": ["4"], "small_rows": ["4"]}

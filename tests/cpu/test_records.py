@@ -60,6 +60,14 @@ def test_no_design_is_on_without_records_of_its_sources() -> None:
     assert record.unproven(record.read_all()) == []
 
 
+@pytest.mark.parametrize("gpu", designs.MOST_ROWS)
+def test_bands_end_where_records_do(gpu: str) -> None:
+    most = max(line.rows for line in record.read_all() if isinstance(line, BenchRecord) and line.gpu == gpu)
+    assert most == designs.MOST_ROWS[gpu]
+    bands = [band for design in DESIGNS for band in (*design.bands.get(gpu, ()), *design.bands_without_plan.get(gpu, ()))]
+    assert all(band.last is not None and band.last <= most for band in bands)
+
+
 def test_lines_survive_the_file(tmp_path: pathlib.Path) -> None:
     other = msgspec.json.encode({**msgspec.structs.asdict(ORIGIN), "kind": "soak", "model": "m", "hours": 1.5})
     written = [bench(), check(), record.decode(other)]

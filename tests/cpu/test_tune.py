@@ -127,7 +127,7 @@ def test_a_slow_machine_gets_fewer_replays(gpus: Gpus, monkeypatch: pytest.Monke
         (("--show", "--remove"), "error: show: got --show and --remove"),
         (("--show", "--rows", "1"), "error: rows: got 1, allowed: none with --show"),
         (("--remove", "--case", "kimi-k2"), "error: case: got ['kimi-k2'], allowed: none with --show"),
-        (("--remove", "--rows", ""), "error: rows: got , allowed: none with --show"),
+        (("--remove", "--rows", ""), "error: rows: got '', allowed: none with --show"),
         (("--remove", "--model", "x"), "error: model: got ['x'], allowed: none with --show"),
         (("--remove", "--json"), "error: json: got --json, allowed: none with --remove"),
         (
