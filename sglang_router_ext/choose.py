@@ -53,6 +53,8 @@ def unmeasured(design: Design, problem: Problem, gpu: Gpu) -> list[str]:
         missing.append("bfloat16 logits")
     if "selection" in design.stages and problem.groups > 1 and not design.measured_groups:
         missing.append(f"{problem.groups} expert groups")
+    if problem.experts < design.measured_experts:
+        missing.append(f"{problem.experts} experts")
     return [f"{what}: not measured on {gpu.name}" for what in missing]
 
 

@@ -248,13 +248,19 @@ def test_no_gate_alone_is_measured_with_rounded_logits() -> None:
 
 
 def test_bands_speak_of_what_was_measured_only() -> None:
-    narrow = {"measured_dtypes": ("bfloat16",), "measured_scores": ("sigmoid",), "measured_groups": False}
+    narrow = {
+        "measured_dtypes": ("bfloat16",),
+        "measured_scores": ("sigmoid",),
+        "measured_groups": False,
+        "measured_experts": 128,
+    }
     old = msgspec.structs.replace(TABLE["pair"], **narrow)
     base = Problem(experts=256, hidden=4096, topk=8)
     for change, words in (
         ({"weight_dtype": "float32"}, "float32 gate weight"),
         ({"score": "sqrtsoftplus"}, "sqrtsoftplus scores"),
         ({"groups": 8, "groups_kept": 4}, "8 expert groups"),
+        ({"experts": 127}, "127 experts"),
     ):
         problem = msgspec.structs.replace(base, **change)
         assert reasons(old, problem, 4, H200, named=False) == [f"{words}: not measured on NVIDIA H200"]
