@@ -12,6 +12,7 @@ from sglang_router_ext.bench.run import Line
 
 OPERATING_POINTS = {1: "decode, 1 request", 6: "6: speculative verify", 96: "96 requests", 8192: "8,192: prefill chunk"}
 """Row counts at which servers spend their time."""
+MOST_TICKS = 22
 OURS = {ROUTER: "black", PLANNED: "tab:blue", "gate": "black", "selection": "black"}
 """Colours."""
 Panel = tuple[str, str]
@@ -64,15 +65,24 @@ def _draw(axis: Any, curve: Sequence[Line], **style: Any) -> None:
     axis.plot([line.rows for line in curve], [line.median_us for line in curve], marker=".", **style)
 
 
+def _apart(ticks: Sequence[int]) -> list[int]:
+    """Those of ``ticks``, ascending, that can stand below a log axis: the ends and operating points before all others."""
+    if not ticks:
+        return []
+    least = max(1.2, (ticks[-1] / ticks[0]) ** (1 / MOST_TICKS))
+    kept: list[int] = []
+    for tick in (ticks[0], ticks[-1], *(one for one in ticks if one in OPERATING_POINTS), *ticks):
+        if all(max(tick, one) > least * min(tick, one) for one in kept):
+            kept.append(tick)
+    return sorted(kept)
+
+
 def _over_rows(axis: Any, rows: Iterable[int]) -> None:
     """A log axis of row counts, with the operating points among them marked, and named above the panel."""
     from matplotlib import ticker
 
     ticks = sorted(set(rows))
-    apart = ticks[:1]
-    for tick in ticks:
-        if tick > 1.2 * apart[-1]:
-            apart.append(tick)
+    apart = _apart(ticks)
     axis.set_xscale("log", base=2)
     axis.set_xticks(apart, [str(tick) for tick in apart], fontsize="small")
     axis.xaxis.set_minor_locator(ticker.NullLocator())
@@ -105,7 +115,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     """
     shown = [line for line in lines if line.timing and line.stages in (ROUTER, PLANNED, "floor") and is_raced(line)]
     panels = _panels(shown)
-    figure, axes = _figure(len(panels), 1, 11.5, 5)
+    figure, axes = _figure(len(panels), 1, 10, 6.5)
     for axis, panel in zip(axes[:, 0], panels, strict=False):
         here = _of(shown, panel)
         for place, design in enumerate(dict.fromkeys(line.design for line in here if not line.ours)):
@@ -120,7 +130,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
         _over_rows(axis, (line.rows for line in here))
         _microseconds(axis)
         axis.set_title(f"Router of {panel[0]}, {panel[1]} L2 cache", pad=18)
-        axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     _save(figure, file)
 
 

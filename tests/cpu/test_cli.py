@@ -520,6 +520,12 @@ OVER_ROWS = [
 ]
 
 
+def test_row_counts_below_an_axis_stand_apart_and_where_servers_operate() -> None:
+    assert draw._apart([]) == [] and draw._apart([6]) == [6] and draw._apart([1, 2, 4, 6, 96]) == [1, 2, 4, 6, 96]
+    many = draw._apart([*range(1, 129), 8191, 8192])
+    assert len(many) <= draw.MOST_TICKS + 1 and set(draw.OPERATING_POINTS) <= set(many)
+
+
 @pytest.mark.parametrize("option", draw.PICTURES)
 @pytest.mark.parametrize("lines", [OVER_ROWS, LINES[:2], []], ids=["all", "only theirs", "nothing"])
 def test_times_make_a_picture(tmp_path: pathlib.Path, option: str, lines: list[Line]) -> None:
