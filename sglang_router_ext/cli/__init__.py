@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_router_ext.cli import demo, flips, launch, machine, measure, table, tune
+from sglang_router_ext.cli import demo, flips, launch, machine, measure, patches, table, tune
 from sglang_router_ext.cli.app import app
 
-__all__ = ["app", "demo", "flips", "launch", "machine", "main", "measure", "table", "tune"]
+__all__ = ["app", "demo", "flips", "launch", "machine", "main", "measure", "patches", "table", "tune"]
 
 
 def main() -> None:

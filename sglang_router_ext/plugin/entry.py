@@ -29,7 +29,11 @@ MODEL_ROLES = ("scheduler",)
 
 
 def register() -> None:
-    """The function behind the entry point ``router_ext`` in ``sglang.srt.plugins``; called again it changes nothing."""
+    """The function behind the entry point ``router_ext`` in ``sglang.srt.plugins``; called again it changes nothing.
+
+    Raises :class:`~sglang_router_ext.plugin.hooks.HookError`, and leaves SGLang as it is, where a hook does not fit it and
+    nothing of ours was asked for.
+    """
     try:
         options = settings.read()
     except ContractError as error:
@@ -42,9 +46,8 @@ def register() -> None:
     misfits = [f"hook {target}: {text}" for target, text in hooks.problems(rows).items()]
     if misfits and demand:
         preflight.stop(demand, misfits)
-    if misfits:
-        logger.error("sglang-router-ext: off, because this SGLang differs from the known one: %s", "; ".join(misfits))
-        return
+    if misfits:  # SGLang logs it and runs stock, unless SGLANG_REQUIRE_PLUGINS asks a patched one to stop
+        raise hooks.HookError(f"sglang-router-ext: off, because this SGLang differs from the known one: {'; '.join(misfits)}")
     if demand:
         preflight.require(demand)
     add_choices()

@@ -40,6 +40,8 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter names of the target in the tested SGLang; any difference stops the start."""
     why: str
     remove_when: str
+    unless: str = ""
+    """``module:function`` in this folder that says whether this SGLang does it by itself: a patched one may."""
 
 
 def _moe(module: str, block: str, gate: str, *, block_takes: tuple[str, ...], gate_takes: tuple[str, ...]) -> tuple[Hook, Hook]:
@@ -291,6 +293,7 @@ HOOKS: tuple[Hook, ...] = (
         parameters=("backend",),
         why="a plain registered name answers no predicate, so that no quantization method accepts it",
         remove_when="register_moe_runner_core takes the family of expert kernels that a name belongs to",
+        unless="runner:takes_family",
     ),
     Hook(
         target="sglang.srt.layers.moe.moe_runner.runner.MoeRunner.__init__",
@@ -301,6 +304,7 @@ HOOKS: tuple[Hook, ...] = (
         parameters=("self", "runner_backend", "config", "lora_enabled"),
         why="some quantization methods name a built-in runner whatever backend was chosen; bf16 experts always name triton",
         remove_when="create_moe_runner passes the chosen backend on",
+        unless="runner:takes_family",
     ),
 )
 
@@ -318,13 +322,18 @@ def table(hooks: tuple[Hook, ...] = HOOKS) -> dict[str, Hook]:
 
 
 def needed(*, where: str, for_backend: bool = True) -> list[Hook]:
-    """The rows of ``where``; without ``for_backend`` only those that a gate alone needs."""
-    return [hook for hook in HOOKS if hook.where == where and (for_backend or not hook.for_backend)]
+    """The rows of ``where`` that this SGLang needs; without ``for_backend`` only those that a gate alone needs."""
+    rows = [hook for hook in HOOKS if hook.where == where and (for_backend or not hook.for_backend)]
+    return [hook for hook in rows if not hook.unless or not _function(hook.unless)()]
 
 
 def function_of(hook: Hook) -> Callable[..., Any]:
     """Our function behind a row; imports its module."""
-    module, _, name = hook.function.partition(":")
+    return _function(hook.function)
+
+
+def _function(text: str) -> Callable[..., Any]:
+    module, _, name = text.partition(":")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 

@@ -15,14 +15,19 @@ modelopt_fp4        sm_90       marlin, also SGLang's own choice there
 anything else       -           refused by name: take a stock backend, with SGLANG_ROUTER_EXT_GATE if wanted
 ==================  ==========  =========================================================================
 
+A patched SGLang does parts of this by itself (``patches/``): with ``runner_family`` it is told the family with the name, and
+both hooks stay away; with ``fused_func_names`` it calls the family's fused function, and only LoRA is left to the core.
+
 Where SGLang compares a backend's name as a string (FlashInfer autotune, DeepGEMM's memory budget for CUDA graphs), neither
 triton nor marlin is in the comparison, so that a name of ours misses nothing. Its opt-in SGLANG_OPT_MOE_QUANT_ONCE wants a
-fused function on the runner itself, and stays off under ours.
+fused function on the runner itself, and stays off under ours unless SGLang is patched so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +57,10 @@ class UnsupportedExperts(ValueError):
 
 @dataclass(frozen=True)
 class Family(RegisteredMoeRunnerBackend):
-    """A backend name of ours that answers every predicate of SGLang as the built-in backend ``builtin`` does."""
+    """A backend name of ours that answers every predicate of SGLang as the built-in backend ``family`` does. An SGLang that
+    takes families has the same attributes in its own class, and this one is not used there."""
 
-    builtin: MoeRunnerBackend = MoeRunnerBackend.TRITON
+    family: MoeRunnerBackend = MoeRunnerBackend.TRITON
 
     @property
     def name(self) -> str:
@@ -62,9 +68,9 @@ class Family(RegisteredMoeRunnerBackend):
         return self.value
 
 
-def _answer_as_builtin(predicate: str) -> Callable[[Family], bool]:
+def _answer_as_family(predicate: str) -> Callable[[Family], bool]:
     def answer(self: Family) -> bool:
-        return getattr(self.builtin, predicate)()
+        return getattr(self.family, predicate)()
 
     answer.__name__ = predicate
     return answer
@@ -72,7 +78,7 @@ def _answer_as_builtin(predicate: str) -> Callable[[Family], bool]:
 
 # All of them, also those that a later SGLang adds: a family that answers some questions as itself is half a backend.
 for _predicate in [name for name in vars(_MoeRunnerBackendPredicates) if name.startswith("is_")]:
-    setattr(Family, _predicate, _answer_as_builtin(_predicate))
+    setattr(Family, _predicate, _answer_as_family(_predicate))
 
 
 def family_of(quantization: str | None, gpu: Gpu | None, *, fp4_experts: bool = False) -> MoeRunnerBackend:
@@ -115,9 +121,19 @@ def resolve_backend(original: Callable[..., Any], backend: Any) -> Any:
     """
     if not isinstance(backend, str) or backend not in BACKENDS:
         return original(backend)
+    return Family(backend, published_family())
+
+
+def published_family() -> MoeRunnerBackend:
+    """The family for the model that this process runs."""
     from sglang.srt.runtime_context import process_model_config
 
-    return Family(backend, family_of_model(process_model_config()))
+    return family_of_model(process_model_config())
+
+
+def takes_family() -> bool:
+    """Whether this SGLang is told the family of a name when the name is registered."""
+    return "family" in inspect.signature(register_moe_runner_core).parameters
 
 
 def swap_builtin(runner: Any, runner_backend: Any, config: MoeRunnerConfig, lora_enabled: bool = False) -> Any:
@@ -125,9 +141,9 @@ def swap_builtin(runner: Any, runner_backend: Any, config: MoeRunnerConfig, lora
 
     Not with LoRA: its layers take the backend of the runner they wrap, which is ours already, or one that they need.
     """
-    family = get_moe_runner_backend()
-    if isinstance(family, Family) and runner_backend is family.builtin and not lora_enabled:
-        runner_backend = family
+    chosen = get_moe_runner_backend()
+    if isinstance(chosen, Family) and runner_backend is chosen.family and not lora_enabled:
+        runner_backend = chosen
     return (runner, runner_backend, config), {"lora_enabled": lora_enabled}
 
 
@@ -137,23 +153,25 @@ class Core(DispatchMoeRunnerCore):
     Ids stay in SGLang's standard form, so that under expert parallelism its dispatcher maps them to local ones.
     """
 
-    def __init__(self, config: MoeRunnerConfig, family: Family) -> None:
+    def __init__(self, config: MoeRunnerConfig, backend: Family) -> None:
         """Raises :class:`NotImplementedError` where the family has no kernel for the dispatcher in force, as for DeepEP."""
         super().__init__(config)
-        self.family = family
-        importlib.import_module(f"sglang.srt.layers.moe.moe_runner.{family.builtin.value}")  # registers the fused function
+        self.backend = backend
+        family = backend.family.value
+        importlib.import_module(f"sglang.srt.layers.moe.moe_runner.{family}")  # registers the fused function
         dispatcher = get_moe_a2a_backend().value
-        fused = FusedOpPool.get_fused_func(dispatcher, family.builtin.value)
+        fused = FusedOpPool.get_fused_func(dispatcher, family)
         if fused is None:
             raise NotImplementedError(
-                f"--moe-runner-backend {family.value}: its expert kernels ({family.builtin.value}) do not take the output of"
+                f"--moe-runner-backend {backend.value}: its expert kernels ({family}) do not take the output of"
                 f" --moe-a2a-backend {dispatcher}; take --moe-a2a-backend none, or a stock --moe-runner-backend"
             )
         self._fused: Callable[..., Any] = fused
+        _offer(dispatcher, backend.value, fused)
 
     @property
     def runner_backend(self) -> Family:
-        return self.family
+        return self.backend
 
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: Any, runner_config: MoeRunnerConfig, hooks: Any = None
@@ -165,7 +183,7 @@ class Core(DispatchMoeRunnerCore):
 
     def _with_lora(self, dispatch_output: Any, quant_info: Any, runner_config: MoeRunnerConfig, hooks: Any) -> Any:
         """Fused functions have no place for LoRA's hooks; the steps that SGLang itself takes then have."""
-        if self.family.is_marlin():
+        if self.backend.is_marlin():
             from sglang.srt.lora.lora_moe_runner_marlin import MarlinLoraRunnerCore
 
             return MarlinLoraRunnerCore(runner_config).run_from_dispatch(
@@ -174,23 +192,34 @@ class Core(DispatchMoeRunnerCore):
         from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
 
         state: dict[str, Any] = {}
-        name, form = self.family.builtin.value, dispatch_output.format.value
+        name, form = self.backend.family.value, dispatch_output.format.value
         runner_input = PermuteMethodPool.get_pre_permute(form, name)(dispatch_output, quant_info, runner_config, state)
         output = TritonRunnerCore(runner_config).run(runner_input, quant_info, state, hooks=hooks)
         return PermuteMethodPool.get_post_permute(name, form)(output, quant_info, runner_config, state)
 
 
+def _offer(dispatcher: str, name: str, fused: Callable[..., Any]) -> None:
+    """Give SGLang the fused function of a name of ours, which a stock one refuses: then the core runs it."""
+    known = FusedOpPool.get_fused_func(dispatcher, name)
+    if known is None:
+        with contextlib.suppress(ValueError):
+            FusedOpPool.register_fused_func(dispatcher, name, fused)
+    elif known is not fused:
+        raise RuntimeError(f"--moe-runner-backend {name}: experts of another family run under this name in this process")
+
+
 def build_core(config: MoeRunnerConfig) -> Core:
     """Factory for ``register_moe_runner_core``; called while a layer is built, when its backend is the active one."""
-    family = get_moe_runner_backend()
-    if not isinstance(family, Family):
-        raise RuntimeError(f"a runner of ours is built while the active backend is {family.value}")
-    return Core(config, family)
+    backend = get_moe_runner_backend()
+    if getattr(backend, "family", None) is None:
+        raise RuntimeError(f"a runner of ours is built while the active backend is {backend.value}")
+    return Core(config, backend)
 
 
 def register_cores() -> None:
     """Make our names known to SGLang's runner; again is harmless. Before the hooks are in place: SGLang resolves each name to
     learn whether it is taken, and ours would resolve by a model that need not be there yet."""
+    options = {"family": published_family} if takes_family() else {}
     for name in BACKENDS:
         if name not in _CUSTOM_RUNNER_CORE_FACTORIES:
-            register_moe_runner_core(name, build_core)
+            register_moe_runner_core(name, build_core, **options)

@@ -23,7 +23,7 @@ FUSED = TABLE["pair"].rows
 
 @pytest.mark.parametrize(
     ("rows", "gate", "selection"),
-    [(1, "pair", "pair"), (FUSED.last, "pair", "pair"), (FUSED.last + 1, "cublas_gemm", "warp_select")],
+    [(1, "pair", "pair"), (FUSED.last, "pair", "pair"), (FUSED.last + 1, "tensor_core", "warp_select")],
 )
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("on_output", [True, False])
@@ -209,7 +209,7 @@ def build_v4(backend="router_ext_pair", **options):
 
 @pytest.mark.parametrize("log1p", [False, True], ids=["v4", "v4.1"])
 @pytest.mark.parametrize("on_output", [True, False])
-@pytest.mark.parametrize(("rows", "gate", "selection"), [(3, "pair", "pair"), (FUSED.last + 1, "cublas_gemm", "warp_select")])
+@pytest.mark.parametrize(("rows", "gate", "selection"), [(3, "pair", "pair"), (FUSED.last + 1, "tensor_core", "warp_select")])
 def test_deepseek_v4s_modules_select_what_the_oracle_selects(log1p, on_output, rows, gate, selection):
     module, select = build_v4(sqrtsoftplus_log1p=log1p, apply_routed_scaling_factor_on_output=on_output)
     hidden = rows_of(rows)

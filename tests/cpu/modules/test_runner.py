@@ -166,6 +166,16 @@ def test_a_dispatcher_that_the_family_does_not_take_is_named(monkeypatch):
         runner.Core(MoeRunnerConfig(), runner.Family("router_ext", MoeRunnerBackend.TRITON))
 
 
+def test_a_name_keeps_the_family_whose_function_sglang_has(stock_triton, monkeypatch):
+    """As a patched SGLang has it, which calls the function without asking the core."""
+    family, name = runner.Family("router_ext", MoeRunnerBackend.TRITON), ("none", "router_ext")
+    monkeypatch.setitem(FusedOpPool._fused_funcs, name, FusedOpPool._fused_funcs["none", "triton"])
+    assert runner.Core(MoeRunnerConfig(), family).backend is family
+    monkeypatch.setitem(FusedOpPool._fused_funcs, name, print)
+    with pytest.raises(RuntimeError, match="experts of another family run under this name"):
+        runner.Core(MoeRunnerConfig(), family)
+
+
 def test_families_survive_the_registry():
     """A frozen dataclass: TopK compares the backend it is bound to by value."""
     family = runner.Family("router_ext", MoeRunnerBackend.TRITON)
