@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_router_ext import TESTED_SGLANG, settings, tuned
+from sglang_router_ext import TESTED_SGLANG, patches, settings, tuned
 from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import machine, record
 from sglang_router_ext.contract import ContractError
@@ -59,6 +59,7 @@ def examine() -> Iterator[Finding]:
     yield from _records()
     yield from _table()
     yield _entry_point()
+    yield from _patches()
     yield from _plugin()
     yield from _live()
 
@@ -168,6 +169,22 @@ def _entry_point() -> Finding:
     return Finding(
         "plugin", "entry point", "problem", f"SGLang does not find {ENTRY_POINT}: the package is not installed by pip"
     )
+
+
+def _patches() -> Iterator[Finding]:
+    try:
+        tree = patches.find_tree()
+        found = [patches.look(patch, tree) for patch in patches.series().patch]
+    except (ContractError, OSError) as error:
+        yield Finding("patches", "SGLang", "note", str(error))
+        return
+    for state in found:
+        if state.state == patches.PARTLY:
+            text = f"{state}; `sglang-router-ext patches apply {state.name}` finishes it, `revert` takes it back"
+            yield Finding("patches", state.name, "problem", text)
+        else:
+            clean = state.state in (patches.APPLIED, patches.NOT_APPLIED)
+            yield Finding("patches", state.name, "ok" if clean else "note", str(state))
 
 
 def _plugin() -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -14,7 +15,7 @@ from base64 import urlsafe_b64decode
 import pytest
 from typer.testing import CliRunner
 
-from sglang_router_ext import TESTED_SGLANG, patches
+from sglang_router_ext import TESTED_SGLANG, doctor, patches
 from sglang_router_ext.cli import app
 from sglang_router_ext.contract import ContractError
 from sglang_router_ext.plugin import hooks
@@ -490,3 +491,21 @@ def test_a_row_that_this_sglang_makes_superfluous_is_not_needed(monkeypatch):
     assert left_out == {"runner:resolve_backend", "runner:swap_builtin"}
     monkeypatch.setattr(hooks, "_function", lambda text: lambda: False)
     assert len(hooks.needed(where=hooks.SCHEDULER)) == len(rows) + 2
+
+
+def test_doctor_says_how_far_patches_are(small, monkeypatch) -> None:
+    monkeypatch.setattr(patches, "find_tree", lambda: small)
+
+    def said() -> tuple[str, str]:
+        (finding,) = doctor._patches()
+        return finding.state, finding.text.partition(";")[0]
+
+    assert said() == ("ok", "not applied")
+    (small.root / "srt/a.py").write_bytes(NEW["srt/a.py"])
+    assert said() == ("problem", "partly applied: srt/a.py")
+    patches.apply(patches.pick(), small)
+    assert said() == ("ok", "applied")
+    (small.root / "srt/b.py").write_bytes(b"mine")
+    assert said() == ("note", "changed tree: srt/b.py")
+    monkeypatch.setattr(patches, "find_tree", functools.partial(patches.Tree, small.root, "0.5.22"))
+    assert said() == ("note", "another SGLang version: 0.5.22")
