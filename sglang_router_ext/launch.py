@@ -6,6 +6,9 @@ preflight would refuse.
 
 from __future__ import annotations
 
+import math
+import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,14 +16,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sglang_router_ext import TESTED_SGLANG
-from sglang_router_ext.backends import BACKENDS
-from sglang_router_ext.bench.record import Record, identity_of
-from sglang_router_ext.contract import expect
+from sglang_router_ext.backends import BACKENDS, GATE_MODES, GATES
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.bench.record import BenchRecord, Record
+from sglang_router_ext.contract import KNOWN_GPUS, Gpu, expect
 from sglang_router_ext.designs import PACKAGE
 
 FOLDER = PACKAGE / "launch_configs"
-GOALS = ("low latency", "throughput")
+DETERMINISTIC = "deterministic"
+GOALS = ("low latency", "throughput", DETERMINISTIC)
 UNMEASURED = "not measured"
+GATE = "SGLANG_ROUTER_EXT_GATE"
+NAMED_GATES = tuple(gate for gate in GATES if gate not in GATE_MODES)
+GPUS = re.compile(r"([1-9]\d*) x (.+?)(, .+)?")
+"""How many, of which kind, and how they are spread."""
 Flag = str | int | float | bool
 ALIASES = {"model": "model-path", "tensor-parallel-size": "tp-size", "pipeline-parallel-size": "pp-size"}
 """Other names of SGLang's for options that are looked at here."""
@@ -36,6 +45,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sglang: str
     """The version that the flags are of."""
     gpus: str
+    """As in ``8 x NVIDIA H200``."""
     goal: str
     why: str
     """Where the flags come from, and what differs there."""
@@ -44,8 +54,36 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     flags: dict[str, Flag]
     """Options of SGLang's server without their dashes; true stands for an option without a value."""
     environment: dict[str, str] = {}
+    case: str = ""
+    """The case of ``bench`` that has the model's router; "" where none has."""
     name: str = ""
     """The file's."""
+
+    @property
+    def gpu(self) -> Gpu:
+        return next(gpu for gpu in KNOWN_GPUS.values() if gpu.name == _gpus(self.gpus)[1])
+
+    @property
+    def gate(self) -> str | None:
+        """The gate of ours that runs under whatever backend; None: the backend's choice."""
+        named = self.environment.get(GATE)
+        return named if named in NAMED_GATES else None
+
+    @property
+    def ours(self) -> str:
+        """What of ours it runs, in words."""
+        backend = str(self.flags.get("moe-runner-backend", "auto"))
+        return backend if self.gate is None else f"{backend}, gate {self.gate}"
+
+    @property
+    def tokens(self) -> int:
+        """Rows that a request has in a step: those that are verified, with a draft model."""
+        return int(self.flags.get("speculative-num-draft-tokens", 1))
+
+
+def _gpus(text: str) -> tuple[int, str]:
+    found = GPUS.fullmatch(text)
+    return (int(found[1]), found[2]) if found else (0, "")
 
 
 def names() -> list[str]:
@@ -68,12 +106,25 @@ def parse(text: bytes, file: str) -> Preset:
         raise
     expect(preset.sglang == TESTED_SGLANG, f"{file}: sglang", preset.sglang, TESTED_SGLANG)
     expect(preset.goal in GOALS, f"{file}: goal", preset.goal, " | ".join(GOALS))
-    backend = preset.flags.get("moe-runner-backend")
-    expect(backend in BACKENDS, f"{file}: flags: moe-runner-backend", backend, " | ".join(BACKENDS))
+    count, gpu = _gpus(preset.gpus)
+    known = " | ".join(one.name for one in KNOWN_GPUS.values())
+    expect(count > 0 and gpu in known.split(" | "), f"{file}: gpus", preset.gpus, f"a number, x, and one of {known}")
+    expect(preset.case in ("", *CASES), f"{file}: case", preset.case, " | ".join(CASES))
+    gate = preset.environment.get(GATE, "auto")
+    expect(gate in GATES, f"{file}: environment: {GATE}", gate, " | ".join(GATES))
+    backend = preset.flags.get("moe-runner-backend", "auto")
+    allowed = f"{' | '.join(BACKENDS)}, or any with {GATE} of {' | '.join(NAMED_GATES)} as its environment"
+    expect(backend in BACKENDS or preset.gate is not None, f"{file}: flags: moe-runner-backend", backend, allowed)
     for flag, value in preset.flags.items():
         expect(not flag.startswith("-"), f"{file}: flags", flag, "names without dashes")
         expect(flag not in ("model-path", "model"), f"{file}: flags", flag, "the model stands under `model`")
         expect(value is not False, f"{file}: flags: {flag}", value, "a value, or true; leave it out instead")
+    flagged = "enable-deterministic-inference" in preset.flags
+    wanted = f"the goal {DETERMINISTIC}" if flagged else "another goal, or the flag enable-deterministic-inference"
+    expect(flagged == (preset.goal == DETERMINISTIC), f"{file}: goal", preset.goal, wanted)
+    sizes = [preset.flags.get(name, 1) for name in ("tp-size", "pp-size")]
+    fits = all(isinstance(size, int) for size in sizes) and math.prod(map(int, sizes)) == count
+    expect(fits, f"{file}: flags: tp-size", sizes[0], f"a size that takes {count} GPUs, with pp-size")
     expect(not preset.name, f"{file}: name", preset.name, "nothing: the file has it")
     return preset
 
@@ -82,8 +133,10 @@ def evidence(preset: Preset, records: Sequence[Record]) -> str:
     """What ``measured`` refers to, in words; raises ContractError where no record has that run."""
     if preset.measured == UNMEASURED:
         return UNMEASURED
-    known = any(identity_of(record).run == preset.measured for record in records)
-    expect(known, f"{preset.name}.yaml: measured", preset.measured, f"the run of a record, or {UNMEASURED}")
+    benched = (record for record in records if isinstance(record, BenchRecord) and record.case == preset.case)
+    runs = sorted({record.run for record in benched if record.gpu == preset.gpu.name})
+    wanted = f"{UNMEASURED}, or a run that timed {preset.case or 'the case that it names'}: {' | '.join(runs) or 'none'}"
+    expect(preset.measured in runs, f"{preset.name}.yaml: measured", preset.measured, wanted)
     return f"its router alone, run {preset.measured}"
 
 
@@ -114,6 +167,13 @@ def contradictions(preset: Preset, more: Sequence[str]) -> list[str]:
     own = flags_of(preset, ())
     others = {name: value for name, value in given(preset, more).items() if name in own and str(value) != str(own[name])}
     return [f"--{name}: got {value}, which takes the place of the preset's {own[name]}" for name, value in others.items()]
+
+
+def not_written(flags: Mapping[str, Flag]) -> list[str]:
+    """Why the model is not there, of one that is a folder of this machine: SGLang would look for its name elsewhere."""
+    model = str(flags["model-path"])
+    missing = model.startswith((".", "/")) and not pathlib.Path(model).is_dir()
+    return [f"model-path: got {model}, allowed: a folder with a checkpoint"] if missing else []
 
 
 def too_few(flags: Mapping[str, Flag], gpus: int) -> list[str]:

@@ -19,7 +19,7 @@ Panel = tuple[str, str]
 """A case and a cache state."""
 
 
-def figure_of(down: int, across: int, width: float, height: float, **more: Any) -> tuple[Any, Any]:
+def new_figure(down: int, across: int, width: float, height: float, **more: Any) -> tuple[Any, Any]:
     """A figure and its panels, of which there is one at least. matplotlib is imported by those who draw alone."""
     import matplotlib
 
@@ -77,7 +77,7 @@ def _apart(ticks: Sequence[int]) -> list[int]:
     return sorted(kept)
 
 
-def _over_rows(axis: Any, rows: Iterable[int]) -> None:
+def over_rows(axis: Any, rows: Iterable[int]) -> None:
     """A log axis of row counts, with the operating points among them marked, and named above the panel."""
     from matplotlib import ticker
 
@@ -115,7 +115,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
     """
     shown = [line for line in lines if line.timing and line.stages in (ROUTER, PLANNED, "floor") and is_raced(line)]
     panels = _panels(shown)
-    figure, axes = figure_of(len(panels), 1, 10, 6.5)
+    figure, axes = new_figure(len(panels), 1, 10, 6.5)
     for axis, panel in zip(axes[:, 0], panels, strict=False):
         here = _of(shown, panel)
         for place, design in enumerate(dict.fromkeys(line.design for line in here if not line.ours)):
@@ -127,7 +127,7 @@ def plot(lines: Sequence[Line], file: pathlib.Path) -> None:
             mine = _best([line for line in here if line.stages == stages])
             if mine:
                 _draw(axis, mine, label=f"{what}: {_names(mine)}", color=OURS[stages], linewidth=2.4)
-        _over_rows(axis, (line.rows for line in here))
+        over_rows(axis, (line.rows for line in here))
         _microseconds(axis)
         axis.set_title(f"Router of {panel[0]}, {panel[1]} L2 cache", pad=18)
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
@@ -140,7 +140,7 @@ def ratios(lines: Sequence[Line], file: pathlib.Path) -> None:
     """
     shown = [line for line in lines if line.timing and line.stages in (ROUTER, PLANNED)]
     panels = _panels(shown)
-    figure, axes = figure_of(len(panels), 1, 9.5, 4.5)
+    figure, axes = new_figure(len(panels), 1, 9.5, 4.5)
     for axis, panel in zip(axes[:, 0], panels, strict=False):
         rows: set[int] = set()
         values = [1.0]
@@ -159,7 +159,7 @@ def ratios(lines: Sequence[Line], file: pathlib.Path) -> None:
         axis.axhspan(0.0, 1.0, color="tab:orange", alpha=0.15, linewidth=0)
         where = axis.get_yaxis_transform()
         axis.text(0.01, 0.99, "SGLang is faster", transform=where, va="top", fontsize="small", color="0.3")
-        _over_rows(axis, rows)
+        over_rows(axis, rows)
         axis.set_ylabel("SGLang's time / ours")
         axis.set_title(f"Router of {panel[0]}, {panel[1]} L2 cache: how many times as fast as SGLang's", pad=18)
         if rows:
@@ -173,7 +173,7 @@ def steps(lines: Sequence[Line], file: pathlib.Path) -> None:
     shown = [line for line in timed if line.stages in GROUPS]
     panels = _panels(shown)
     down = len(GROUPS) // 2
-    figure, axes = figure_of(down * len(panels), 2, 6.8, 4.4, sharey=True)
+    figure, axes = new_figure(down * len(panels), 2, 6.8, 4.4, sharey=True)
     for place, panel in enumerate(panels):
         floor = _curve(_of(timed, panel), FLOOR)
         four = axes[down * place : down * (place + 1)].flat
@@ -186,7 +186,7 @@ def steps(lines: Sequence[Line], file: pathlib.Path) -> None:
                 _draw(axis, mine, label=f"ours: {_names(mine)}", color=OURS[stages], linewidth=2.2)
             if floor and stages != "selection":  # which does not read the weight
                 _draw(axis, floor, label=FLOOR, linestyle=":", color="0.55", linewidth=1.2)
-            _over_rows(axis, (line.rows for line in (*host, *mine)))
+            over_rows(axis, (line.rows for line in (*host, *mine)))
             _microseconds(axis)
             axis.set_title(f"{panel[0]}, {panel[1]} L2 cache: {title}", fontsize="medium", pad=16)
             if host or mine:
@@ -213,7 +213,7 @@ def timeline(lines: Sequence[Line], file: pathlib.Path) -> None:
 
     timed = [line for line in lines if line.kernels and line.cache == "cold" and line.stages in (ROUTER, PLANNED)]
     panels = list(dict.fromkeys((line.case, line.rows) for line in timed))
-    figure, axes = figure_of(len(panels), 1, 11.5, 3)
+    figure, axes = new_figure(len(panels), 1, 11.5, 3)
     names = dict.fromkeys(name for line in timed for name, _, _ in line.kernels)
     colours = {name: colormaps["tab20"](place % 20) for place, name in enumerate(names)}
     for axis, (case, rows) in zip(axes[:, 0], panels, strict=False):

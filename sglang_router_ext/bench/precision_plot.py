@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_router_ext.bench.draw import figure_of, save
+from sglang_router_ext.bench.draw import new_figure, save
 from sglang_router_ext.bench.precision import BINS, HIGHEST, LOWEST, LayerReport, Phase, middle
 
 COLOURS = {"fp32": "black", "bf16 logits": "tab:blue", "bf16 bias": "tab:orange", "both": "tab:red"}
@@ -20,7 +20,7 @@ STYLES = ("-", "--", ":", "-.")
 
 def plot(title: str, layers: Sequence[LayerReport], bias: torch.Tensor | None, file: pathlib.Path) -> None:
     """``bias`` [experts] is that of the layer in the middle of ``layers``, to be shown as it is."""
-    figure, axes = figure_of(2, 2, 6.4, 4.2)
+    figure, axes = new_figure(2, 2, 6.4, 4.2)
     _bias(axes[0, 0], bias, layers[len(layers) // 2].number)
     _distinct(axes[0, 1], layers)
     _gaps(axes[1, 0], layers)

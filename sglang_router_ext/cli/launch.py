@@ -58,6 +58,7 @@ def _against(flags: Mapping[str, presets.Flag], environment: Mapping[str, str]) 
     demand = preflight.Demand.of_options([*names], gate, deterministic=deterministic)
     gpu = preflight.detect_gpu()
     found = [str(finding) for finding in preflight.check(gpu, demand) if finding.blocks] if demand else []
+    found += presets.not_written(flags)
     return found + (presets.too_few(flags, machine.gpus()) if gpu is not None else [])
 
 
@@ -68,9 +69,8 @@ def _list(*, as_json: bool) -> None:
         return
     records = read_all()
     table = Table(title="presets", title_justify="left")
-    for column in ("preset", "model", "GPUs", "goal", "backend", "measured", "why"):
-        table.add_column(column, overflow="fold")
+    for column in ("preset", "model", "GPUs", "goal", "ours", "measured", "why"):
+        table.add_column(column, overflow="fold", no_wrap=column == "preset")
     for one in found:
-        backend = str(one.flags["moe-runner-backend"])
-        table.add_row(one.name, one.model, one.gpus, one.goal, backend, presets.evidence(one, records), one.why)
+        table.add_row(one.name, one.model, one.gpus, one.goal, one.ours, presets.evidence(one, records), one.why)
     console().print(table)

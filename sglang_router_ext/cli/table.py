@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import pathlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,22 +10,27 @@ import msgspec
 import typer
 from rich.table import Table
 
+from sglang_router_ext import launch as presets
 from sglang_router_ext import settings, tuned
 from sglang_router_ext.backends import BACKENDS, GATES
-from sglang_router_ext.choose import Choice, Tuned, choose, in_force, never_deterministic, reasons, unmeasured
+from sglang_router_ext.bench.cases import CASES
+from sglang_router_ext.bench.record import read_all
+from sglang_router_ext.choose import in_force, never_deterministic
+from sglang_router_ext.cli import bands as over_rows
 from sglang_router_ext.cli import model as models
-from sglang_router_ext.cli.app import app, console, parse_rows, print_json
-from sglang_router_ext.contract import Gpu, Problem, expect, gpu_by_name
-from sglang_router_ext.designs import DESIGNS, MOST_ROWS, TABLE, Design, Rows
+from sglang_router_ext.cli.app import app, check_plots, console, parse_rows, print_json
+from sglang_router_ext.cli.bands import Traffic
+from sglang_router_ext.cli.evidence import explain_rows
+from sglang_router_ext.contract import Gpu, expect, gpu_by_name
+from sglang_router_ext.designs import DESIGNS, Design, Rows
 
 WIDE = 150
 """Columns of a terminal that ``list`` fills."""
 NARROW = ("design", "status", "rows", "what it is")
 LISTED_ROWS = 1024
 """Row counts that ``explain`` lists one by one at most."""
-SLOWER, SLOWER_HERE, UNMEASURED = "not fastest on record", "not fastest here", "not measured"
-HOST_IS_BEST = {SLOWER_HERE: "tuned here", SLOWER: "on record", UNMEASURED: UNMEASURED}
-"""What is known of a design that could run -> what that says of SGLang's path, which runs instead."""
+REQUESTS = "1,6,16,96"
+"""That ``explain --preset`` speaks of, as the demo does."""
 
 
 def _fastest_at(design: Design) -> str:
@@ -88,108 +93,11 @@ def list_designs(*, as_json: Annotated[bool, typer.Option("--json")] = False) ->
         console().print(str(found), markup=False, soft_wrap=True)
 
 
-class Explanation(msgspec.Struct, frozen=True):
-    """The choice for a range of row counts."""
-
-    rows: Rows
-    choice: Choice
-    measured: str = ""
-    """What the choice rests on; see :func:`evidence`."""
-
-
 def _told(found: tuned.Found) -> dict[str, Any]:
     """A table for ``--json``, without its shapes."""
     about = {"gpu": found.table.gpu, "time": found.table.time, "versions": found.table.versions} if found.table else {}
     told = {"path": found.path, "named": found.named, "digest": found.digest, "in_force": not found.against}
     return {**told, "against": found.against, **about}
-
-
-def _verdict(design: Design, problem: Problem, rows: int, gpu: Gpu, bands: Tuned | None, *, plan: bool) -> str:
-    """What bands say of ``design``, which can run."""
-    if design.status != "on":
-        return "on trial"
-    if bands is not None and rows not in bands.rows:
-        bands = None
-    if not reasons(design, problem, rows, gpu, named=False, plan=plan, tuned=bands):
-        return "on record" if bands is None else "tuned here"
-    if bands is not None:
-        return SLOWER_HERE
-    far = rows > MOST_ROWS.get(gpu.name, 0)
-    return UNMEASURED if far or unmeasured(design, problem, gpu) else SLOWER
-
-
-def evidence(
-    problem: Problem,
-    rows: int,
-    gpu: Gpu | None,
-    choice: Choice,
-    bands: Tuned | None,
-    *,
-    plan: bool = True,
-    deterministic: bool = False,
-) -> str:
-    """What says that ``choice`` is a good one at ``rows`` rows: bands that were ``tuned here``, or those of the package (``on
-    record``). A design without such a band runs because it is ``named`` or ``deterministic``, and what is known of it follows;
-    one that is ``on trial`` has none anywhere. Of SGLang's path alone: what kept the designs out that could have run, and ``-``
-    where none could, or they were kept out by something else. ``problem`` has the logits that are asked for.
-    """
-    if gpu is None:
-        return "-"
-    stages = {"gate": choice.gate, "selection": choice.selection}
-    found = {}
-    for stage, name in stages.items():
-        if name != "host":
-            text = _verdict(TABLE[name], problem, rows, gpu, bands, plan=plan)
-            why = "deterministic" if deterministic else "named"
-            found[stage] = f"{why} ({text})" if text in (SLOWER, SLOWER_HERE, UNMEASURED) else text
-    if len(set(found.values())) > 1:
-        return ", ".join(f"{stage} {text}" for stage, text in found.items())
-    if found:
-        return next(iter(found.values()))
-    beaten = set()
-    for name, why_not in choice.losers.items():
-        asked = functools.partial(reasons, TABLE[name], problem, rows, gpu, plan=plan)
-        if TABLE[name].status == "on" and not asked() and why_not == asked(named=False, tuned=bands):
-            beaten.add(_verdict(TABLE[name], problem, rows, gpu, bands, plan=plan))
-    return next((text for verdict, text in HOST_IS_BEST.items() if verdict in beaten), "-")
-
-
-def explain_rows(
-    problem: Problem,
-    gpu: Gpu | None,
-    backend: str | None,
-    gate: str,
-    rows: list[int] | None,
-    unavailable: dict[str, str],
-    *,
-    plan: bool = True,
-    bands: Tuned | None = None,
-    deterministic: bool = False,
-) -> list[Explanation]:
-    """The choice at each of ``rows``, or at every range of row counts in which it is the same. ``bands``: tuned ones."""
-    asked: dict[str, Any] = {"backend": backend, "gate": gate, "unavailable": unavailable, "tuned": bands}
-    how = {"plan": plan, "deterministic": deterministic}
-
-    def at(first: int, last: int | None) -> Explanation:
-        choice = choose(problem, first, gpu, **(asked | how))
-        return Explanation(Rows(first, last), choice, evidence(in_force(problem, gate)[0], first, gpu, choice, bands, **how))
-
-    if rows is not None:
-        return [at(count, count) for count in rows]
-    known = [band for design in DESIGNS for band in (*design.bands.values(), *design.bands_without_plan.values())]
-    known += [] if bands is None else [band for _, band in (*bands.bands, *bands.bands_without_plan)]
-    spans = [*(design.rows for design in DESIGNS), *(span for band in known for span in band)]
-    spans += [] if bands is None else [bands.rows]
-    edges = {1} | {span.first for span in spans} | {span.last + 1 for span in spans if span.last is not None}
-    starts = sorted(edges)
-    found: list[Explanation] = []
-    for first, following in zip(starts, [*starts[1:], None], strict=True):
-        new = at(first, None if following is None else following - 1)
-        if found and (str(found[-1].choice), found[-1].measured) == (str(new.choice), new.measured):
-            found[-1] = msgspec.structs.replace(found[-1], rows=Rows(found[-1].rows.first, new.rows.last))
-        else:
-            found.append(new)
-    return found
 
 
 def _this_gpu() -> tuple[Gpu, dict[str, str]]:
@@ -202,21 +110,51 @@ def _this_gpu() -> tuple[Gpu, dict[str, str]]:
     return gpu, preflight.unavailable()
 
 
+MODELS = "a case of bench, a checkpoint's folder, or a config.json"
+
+
 @app.command()
 def explain(
     *,
-    model: Annotated[str, typer.Option(help="a case of bench, a checkpoint's folder, or a config.json")],
+    model: Annotated[str | None, typer.Option(help=f"{MODELS}; may be left out with a preset that has a case")] = None,
     gpu: Annotated[str | None, typer.Option(help="h200, b300, ...; without it, the GPU of this machine")] = None,
-    backend: Annotated[str, typer.Option("--moe-runner-backend", help="as for SGLang; stock ones too")] = "router_ext",
+    backend: Annotated[
+        str | None, typer.Option("--moe-runner-backend", help="as for SGLang; stock ones too; else router_ext")
+    ] = None,
     gate: Annotated[str | None, typer.Option(help="SGLANG_ROUTER_EXT_GATE; without it, what the environment says")] = None,
     rows: Annotated[str | None, typer.Option(help="row counts, as in 1,6,16-18; without it, every range")] = None,
     plan: Annotated[bool, typer.Option(help="whether the experts take a plan that comes with the ids, as Triton's do")] = True,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="under --enable-deterministic-inference of SGLang's server")
     ] = False,
+    named: Annotated[
+        str | None, typer.Option("--preset", help="whose GPU, backend, gate and requests; see launch --list")
+    ] = None,
+    requests: Annotated[
+        str | None, typer.Option(help=f"served at once, whose rows are shown; with a preset {REQUESTS}")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--draft-tokens", min=1, help="of a request that a step verifies; the preset's, else 1")
+    ] = None,
+    backends: Annotated[bool, typer.Option("--backends", help="stock and every backend of ours, one beside the other")] = False,
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="the same as a picture: bands over the row axis, to this .png")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say which designs run for a model at each row count, and why the others do not."""
+    check_plots({"plot": plot})
+    preset = None if named is None else presets.read(named)
+    if preset is not None:  # which options win over
+        model = model or preset.case or None
+        gpu = preset.gpu.name if gpu is None else gpu
+        backend = str(preset.flags.get("moe-runner-backend", "auto")) if backend is None else backend
+        gate = preset.environment.get(presets.GATE) if gate is None else gate
+        deterministic = deterministic or preset.goal == presets.DETERMINISTIC
+        requests, tokens = requests or REQUESTS, tokens or preset.tokens
+    expect(model is not None, "model", "nothing" + ", and a preset without a case" * (preset is not None), MODELS)
+    assert model is not None
+    backend, tokens = "router_ext" if backend is None else backend, tokens or 1
     problem, note, elsewhere = models.read(model)
     where, unavailable = _this_gpu() if gpu is None else (gpu_by_name(gpu), {})
     if elsewhere:
@@ -234,6 +172,19 @@ def explain(
     bands = None if table is None or elsewhere else table.tuned(problem)
     how = {"plan": plan, "deterministic": deterministic}
     found = explain_rows(problem, where, ours, asked, counts, unavailable, bands=bands, **how)
+    at_once = [] if requests is None else parse_rows(requests, "requests")
+    expect(len(at_once) <= LISTED_ROWS, "requests", f"{len(at_once)} numbers", f"at most {LISTED_ROWS}")
+    hit = explain_rows(problem, where, ours, asked, [n * tokens for n in at_once], unavailable, bands=bands, **how)
+    traffic = [Traffic(n, n * tokens, one) for n, one in zip(at_once, hit, strict=True)]
+    beside = backends or plot is not None
+    recorded = beside and model in CASES and not deterministic  # where SGLang's own kernels are others
+    kernels = over_rows.host_kernels(read_all(), model, where) if recorded else {}
+    lanes = over_rows.lanes(problem, where, asked, unavailable, kernels, bands=bands, **how) if beside else []
+    if plot is not None:
+        from sglang_router_ext.cli import bands_picture
+
+        title = f"What runs for {model if preset is None else preset.name} on {where}"
+        bands_picture.plot(lanes, traffic, tokens, title + ", deterministic" * deterministic, plot)
     stops = never_deterministic(asked) if deterministic else ""
     logits, shown = models.logits_of(problem, asked), in_force(problem, asked)[0]
     if as_json:
@@ -248,7 +199,8 @@ def explain(
             "note": note,
             "table": None if table is None else {**_told(table), "has_this_shape": bands is not None},
         }
-        print_json({**about, "rows": found})
+        more = {"traffic": traffic} if traffic else {}
+        print_json({**about, "rows": found, **more, **({"lanes": lanes} if lanes else {})})
         return
     out = console()
     stock = "" if ours else " (not ours: its selection stays SGLang's)"
@@ -280,6 +232,11 @@ def explain(
         shown_rows.add_row(str(entry.rows), entry.choice.gate, entry.choice.selection, entry.measured)
     out.print(shown_rows)
     out.print("host: SGLang's own path")
+    if traffic:
+        out.print(over_rows.by_requests(traffic, tokens, plan=plan))
+    if backends:
+        out.print(over_rows.by_backend(lanes))
+        return
     losers = Table(title="why others do not", title_justify="left")
     for name in ("design", "rows", "reasons"):
         losers.add_column(name)

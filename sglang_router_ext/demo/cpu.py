@@ -85,7 +85,7 @@ def run(size: Size, backend: str, say: Callable[[str], None]) -> CpuReport:
 
 def explained(problem: Problem, backend: str) -> dict[str, dict[str, str]]:
     """What would run on GPUs that are not here; nothing is built or launched."""
-    from sglang_router_ext.cli.table import explain_rows
+    from sglang_router_ext.cli.evidence import explain_rows
 
     found: dict[str, dict[str, str]] = {}
     for gpu in map(gpu_by_name, GPUS):

@@ -22,8 +22,8 @@ from sglang_router_ext.bench.clock import Timing
 from sglang_router_ext.bench.run import Line
 from sglang_router_ext.cli import app, measure
 from sglang_router_ext.cli.app import parse_rows
+from sglang_router_ext.cli.evidence import explain_rows
 from sglang_router_ext.cli.model import from_config
-from sglang_router_ext.cli.table import explain_rows
 from sglang_router_ext.contract import ContractError, Gpu, Problem, gpu_by_name
 from sglang_router_ext.designs import DESIGNS
 
@@ -538,7 +538,7 @@ def test_times_make_a_picture(tmp_path: pathlib.Path, option: str, lines: list[L
 def drawn(monkeypatch: pytest.MonkeyPatch, option: str, lines: list[Line]) -> Any:
     """The panels of a picture."""
     kept: list[Any] = []
-    monkeypatch.setattr(draw, "_save", lambda figure, file: kept.append(figure))
+    monkeypatch.setattr(draw, "save", lambda figure, file: kept.append(figure))
     draw.PICTURES[option](lines, pathlib.Path("unused.png"))
     return kept[0].axes
 

@@ -13,7 +13,7 @@ from sglang_router_ext.backends import GATES
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.choose import HASH_LAYER, NO_HASH_LAYER, Tuned, choose
 from sglang_router_ext.cli import app
-from sglang_router_ext.cli.table import Explanation, explain_rows
+from sglang_router_ext.cli.evidence import Explanation, explain_rows
 from sglang_router_ext.contract import Problem, gpu_by_name
 from sglang_router_ext.designs import TABLE, Rows
 

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tomllib
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from sglang_router_ext import launch
+from sglang_router_ext.backends import BACKENDS
 from sglang_router_ext.bench import machine
 from sglang_router_ext.bench.record import read_all
 from sglang_router_ext.cli import app
+from sglang_router_ext.cli.launch import _against
 from sglang_router_ext.contract import ContractError, gpu_by_name
-from sglang_router_ext.plugin import preflight
+from sglang_router_ext.plugin import preflight, runner
 from sglang_router_ext.plugin.preflight import Demand
 
 GOOD = b"""
@@ -42,7 +45,7 @@ from sglang.srt.server_args import prepare_server_args
 
 for words in json.loads(sys.stdin.read()):
     args = prepare_server_args(["--device", "cuda", "--skip-tokenizer-init", *words])
-    print(args.model_path, args.moe_runner_backend, args.tp_size, args.speculative_num_steps)
+    print("PARSED", args.model_path, args.moe_runner_backend, args.tp_size, args.speculative_num_steps)
 """
 
 
@@ -63,21 +66,57 @@ def test_sglangs_own_parser_takes_every_preset() -> None:
     words = [launch.command(preset, more=["--tp-size", "2"])[3:] for preset in presets]
     done = subprocess.run([sys.executable, "-c", PARSED], input=json.dumps(words), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = [line.split() for line in done.stdout.splitlines() if "router_ext" in line]
+    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PARSED ")]
     steps = [preset.flags.get("speculative-num-steps") for preset in presets]
-    assert told == [[p.model, p.flags["moe-runner-backend"], "2", str(s)] for p, s in zip(presets, steps, strict=True)]
+    backends = [preset.flags.get("moe-runner-backend", "auto") for preset in presets]
+    assert told == [[p.model, b, "2", str(s)] for p, b, s in zip(presets, backends, steps, strict=True)]
+
+
+@pytest.mark.parametrize("name", launch.names())
+def test_nothing_speaks_against_a_preset_on_its_own_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "unavailable", dict)
+    preset = launch.read(name)
+    monkeypatch.setattr(preflight, "detect_gpu", lambda index=None: preset.gpu)
+    monkeypatch.setattr(machine, "gpus", lambda: 8)  # as many as one node has
+    missing = launch.not_written(launch.flags_of(preset, ()))  # the demo's checkpoint
+    assert _against(launch.flags_of(preset, ()), preset.environment) == missing
+    if preset.flags.get("moe-runner-backend") in BACKENDS:
+        quantization = preset.flags.get("quantization")
+        assert runner.family_of(None if quantization is None else str(quantization), preset.gpu)
+
+
+def test_what_a_preset_leaves_to_sglang_is_what_our_backends_refuse() -> None:
+    preset = launch.read("glm-5.3-flash-nvfp4-b300-low-latency")
+    assert (preset.gate, preset.flags["moe-runner-backend"], preset.tokens) == ("small_rows", "flashinfer_trtllm", 6)
+    with pytest.raises(runner.UnsupportedExperts, match="experts quantized as modelopt_fp4 are not supported"):
+        runner.family_of(str(preset.flags["quantization"]), preset.gpu)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b"goal: throughput", b"goal: speed", "x.yaml: goal: got speed, allowed: low latency | throughput"),
+        (b"goal: throughput", b"goal: speed", "x.yaml: goal: got speed, allowed: low latency | throughput | deterministic"),
+        (
+            b"goal: throughput",
+            b"goal: deterministic",
+            "x.yaml: goal: got deterministic, allowed: another goal, or the flag enable",
+        ),
+        (
+            b"flags:",
+            b"flags:\n  enable-deterministic-inference: true",
+            "x.yaml: goal: got throughput, allowed: the goal determ",
+        ),
+        (b"8 x NVIDIA H200", b"8 x H200", "x.yaml: gpus: got 8 x H200, allowed: a number, x, and one of NVIDIA A100 |"),
+        (b"8 x NVIDIA H200", b"4 x NVIDIA H200", "x.yaml: flags: tp-size: got 8, allowed: a size that takes 4 GPUs"),
+        (b"why:", b"case: glm\nwhy:", "x.yaml: case: got glm, allowed: glm-5.3-flash |"),
+        (b"flags:", b"environment:\n  SGLANG_ROUTER_EXT_GATE: x\nflags:", "x.yaml: environment: SGLANG_ROUTER_EXT_GATE: got x"),
         (b"sglang: 0.5.23", b"sglang: 0.5.22", "x.yaml: sglang: got 0.5.22, allowed: 0.5.23"),
         (b"why:", b"reason:", "x.yaml: got Object contains unknown field `reason`"),
         (b"tp-size: 8", b"tp-size: [8]", "x.yaml: got Expected `bool | int | float | str`, got `array`"),
         (b"tp-size: 8", b"--tp-size: 8", "x.yaml: flags: got --tp-size, allowed: names without dashes"),
         (b"tp-size: 8", b"tp-size: false", "x.yaml: flags: tp-size: got False"),
         (b"backend: router_ext", b"backend: triton", "x.yaml: flags: moe-runner-backend: got triton, allowed: router_ext |"),
+        (b"  moe-runner-backend: router_ext", b"", "x.yaml: flags: moe-runner-backend: got auto, allowed: router_ext |"),
         (b"model: some/model", b"", "x.yaml: got Object missing required field `model`"),
         (b"flags:", b"flags: [", "x.yaml: got"),
     ],
@@ -89,10 +128,39 @@ def test_a_bad_preset_is_named_with_its_key(old: bytes, new: bytes, words: str) 
     assert str(raised.value).startswith(words)
 
 
-def test_a_run_that_is_not_on_record_is_refused() -> None:
-    preset = launch.parse(GOOD.replace(b"not measured", b"0123456789ab"), "x.yaml")
-    with pytest.raises(ContractError, match="measured: got 0123456789ab, allowed: the run of a record, or not measured"):
-        launch.evidence(preset, read_all())
+def test_a_preset_may_name_a_gate_and_leave_the_backend_to_sglang() -> None:
+    text = GOOD.replace(b"backend: router_ext", b"backend: flashinfer_trtllm")
+    gated = launch.parse(text + b"environment:\n  SGLANG_ROUTER_EXT_GATE: small_rows\n", "x.yaml")
+    assert (gated.gate, gated.ours) == ("small_rows", "flashinfer_trtllm, gate small_rows")
+    with pytest.raises(ContractError, match=r"got flashinfer_trtllm, allowed: .* SGLANG_ROUTER_EXT_GATE of small_rows"):
+        launch.parse(text + b"environment:\n  SGLANG_ROUTER_EXT_GATE: fp32\n", "x.yaml")
+
+
+@pytest.mark.parametrize("case", ["glm-5.3-flash", ""])
+def test_a_run_that_is_not_on_record_is_refused(case: str) -> None:
+    text = GOOD.replace(b"not measured", b"0123456789ab").replace(b"goal:", f"case: '{case}'\ngoal:".encode())
+    timed = f"a run that timed {case or 'the case that it names'}: "
+    with pytest.raises(ContractError, match=f"measured: got 0123456789ab, allowed: not measured, or {timed}"):
+        launch.evidence(launch.parse(text, "x.yaml"), read_all())
+
+
+def test_a_run_of_another_models_router_justifies_nothing() -> None:
+    preset = launch.read("glm-4.6-h200")
+    other = msgspec.structs.replace(preset, case="glm-5.3-flash")
+    assert launch.evidence(preset, read_all())
+    with pytest.raises(ContractError, match=f"measured: got {preset.measured}"):
+        launch.evidence(other, read_all())
+
+
+def test_the_demos_model_is_served_once_it_is_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "not here: model-path: got ./demo/checkpoint, allowed: a folder with a checkpoint"
+    assert text in call("demo-h200", "--dry-run")[1]
+    folder = pathlib.Path(str(launch.read("demo-h200").model))
+    assert folder == pathlib.Path("demo") / "checkpoint"  # where `demo --keep demo` writes it
+    folder.mkdir(parents=True)
+    assert text not in call("demo-h200", "--dry-run")[1]
+    assert text not in call("demo-h200", "--dry-run", "--model-path", "some/model")[1]
 
 
 def test_the_command_is_shown_as_a_shell_takes_it_and_the_machine_judged() -> None:
