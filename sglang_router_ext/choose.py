@@ -16,6 +16,9 @@ BATCHED = "deterministic inference: a row's bits depend on its batch, or other b
 HASH_LAYER = "a hash layer, where a table of tokens names the experts: takes layers that rank their experts"
 NO_HASH_LAYER = "not a hash layer: takes only layers where a table of tokens names the experts"
 ROUNDED = "logits of SGLang's own gate in its weight's type: takes float32"
+ON_TRIAL = "on trial: runs only where it is named"
+GROUPED = tuple(128 * width for width in (1, 2, 3, 4, 7, 8))
+"""Experts of routers with groups: all warps of a team that owns a row are full then (see ``selection/warp_select.py``)."""
 ORDER = tuple(
     design.name
     for design in sorted(DESIGNS, key=lambda design: (-len(design.stages), design.stages != ("selection",)))
@@ -72,7 +75,7 @@ def groups_refused(design: Design, problem: Problem) -> str | None:
     if problem.score == "softmax":
         return f"{problem.groups} expert groups with softmax scores"
     size = problem.experts // problem.groups
-    if design.group_experts != size or problem.experts % 128 != 0:
+    if design.group_experts != size or problem.experts not in GROUPED:
         return f"{problem.groups} expert groups of {size}"
     return (
         f"top-{problem.topk} of {problem.groups_kept} groups of {size}" if problem.topk > size * problem.groups_kept else None
@@ -141,7 +144,7 @@ def reasons(
         takes = f"groups of {design.group_experts}" if design.group_experts else "ungrouped selection"
         refuse(groups is not None, f"{groups}: takes {takes}")
     if not named:
-        refuse(design.status != "on", "on trial: runs only where it is named")
+        refuse(design.status != "on", ON_TRIAL)
         if gpu is not None and design.status == "on":
             if tuned is None:
                 found += unmeasured(design, problem, gpu)
@@ -246,6 +249,10 @@ def _choose(
             found = reasons(design, problem, rows, gpu, named=named or deterministic, plan=plan, tuned=tuned)
             if deterministic and not design.any_batch:
                 found.append(BATCHED)
+            if deterministic and not named and design.status != "on":
+                found.append(ON_TRIAL)
+            if deterministic:  # what goes on where it ends has its bits
+                found += [unavailable[twin] for twin in design.twins if twin in unavailable]
             if design.name in unavailable:
                 found.append(unavailable[design.name])
             if not found:

@@ -10,18 +10,15 @@ whole, by a new one that takes its name: installers that share files of a cache 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import pathlib
 import re
-import shutil
 import stat
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -37,7 +34,6 @@ PREFIX = "python/sglang/"
 
 APPLIED, NOT_APPLIED, PARTLY = "applied", "not applied", "partly applied"
 CHANGED, ANOTHER = "changed tree", "another SGLang version"
-TEST_SECONDS = 300
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,17 +89,6 @@ class Change(NamedTuple):
     path: pathlib.Path
     old: bytes
     new: bytes
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """A patch that was tried on a copy."""
-
-    name: str
-    passed: bool
-    """Its test, with the patch applied."""
-    identical: bool
-    """The copy after ``revert``, to the byte."""
-    output: str
 
 
 def parse(text: bytes, file: str) -> Series:
@@ -188,7 +173,12 @@ def apply(patches: Iterable[Patch], tree: Tree, *, dry_run: bool = False) -> lis
     _check_writable(changes, tree)
     if not dry_run:
         for change in changes:
-            write_whole(_backup(change.path, tree), change.old)
+            kept = _backup(change.path, tree)
+            write_whole(kept, change.old)
+            for made in (kept, *kept.parents):
+                if made == tree.root.parent:
+                    break
+                _own(made, tree.root.parent.stat())
         _write(changes)
     return changes
 
@@ -208,69 +198,6 @@ def revert(patches: Iterable[Patch], tree: Tree, *, dry_run: bool = False) -> li
         _write(changes)
         _forget_backups(tree)
     return changes
-
-
-def check(patches: Sequence[Patch], tree: Tree, say: Callable[[str], None] = lambda text: None) -> list[Checked]:
-    """Try each of ``patches`` on a copy of ``tree`` without any: apply it, run its test, revert it, compare every byte."""
-    with tempfile.TemporaryDirectory() as folder:
-        trials = []
-        for patch in patches:
-            copy = copy_of(tree, pathlib.Path(folder).resolve() / patch.name / "sglang")
-            before = _contents(copy)
-            apply([patch], copy)
-            trials.append((patch, copy, before, run_test(patch, copy)))
-            say(f"{patch.name}: applied to a copy, its test runs")
-        return [_judged(*trial) for trial in trials]
-
-
-def run_test(patch: Patch, tree: Tree) -> subprocess.Popen[str]:
-    """The test of ``patch`` in a process that imports SGLang from ``tree``."""
-    path = os.pathsep.join([str(tree.root.parent), *sys.path[1:]])
-    return subprocess.Popen(
-        [sys.executable, "-B", str(FOLDER / patch.test)],  # -B: a linked folder is the original's, with what is compiled there
-        cwd=tree.root.parent,
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def copy_of(tree: Tree, root: pathlib.Path) -> Tree:
-    """``tree`` without patches in the new folder ``root``: files that patches change are copied, all others are links."""
-    files = {tree.root / target.path for patch in series().patch for target in patch.target}
-    _link(tree.root, root, files)
-    copy = Tree(root, tree.version)
-    revert([patch for patch in series().patch if look(patch, copy).state in (APPLIED, PARTLY)], copy)
-    return copy
-
-
-def _judged(patch: Patch, copy: Tree, before: dict[str, bytes], process: subprocess.Popen[str]) -> Checked:
-    try:
-        output, _ = process.communicate(timeout=TEST_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output = f"not done within {TEST_SECONDS} s"
-        process.communicate()
-    revert([patch], copy)
-    return Checked(patch.name, process.returncode == 0, _contents(copy) == before, output)
-
-
-def _link(source: pathlib.Path, folder: pathlib.Path, files: set[pathlib.Path]) -> None:
-    folder.mkdir(parents=True)
-    for entry in source.iterdir():
-        if entry in files:
-            shutil.copyfile(entry, folder / entry.name)
-        elif entry.name == "__pycache__" or any(entry in file.parents for file in files):
-            _link(entry, folder / entry.name, files)
-        else:
-            (folder / entry.name).symlink_to(entry)
-
-
-def _contents(tree: Tree) -> dict[str, bytes]:
-    """All that is no link, in and beside a copy of ``tree``."""
-    found = (path for path in tree.root.parent.rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path): path.read_bytes() for path in found}
 
 
 def _targets(patches: Iterable[Patch], tree: Tree) -> list[tuple[Target, list[Hunk]]]:
@@ -339,7 +266,11 @@ def _sha(data: bytes) -> str:
 
 
 def _digest(path: pathlib.Path) -> str | None:
-    return _sha(path.read_bytes()) if path.is_file() else None
+    try:
+        return _sha(path.read_bytes()) if path.is_file() else None
+    except OSError as error:
+        expect(False, "target", f"{path}: {error.strerror}", "a file that can be read")
+        raise
 
 
 def _backup(path: pathlib.Path, tree: Tree) -> pathlib.Path:
@@ -350,7 +281,13 @@ def _check_writable(changes: list[Change], tree: Tree) -> None:
     """Refuse before anything is written what could not be written."""
     for path in (change.path for change in changes):
         expect(path.resolve() == path, "target", f"{path}, behind a symbolic link", "an installation that owns its files")
-    for folder in dict.fromkeys([change.path.parent for change in changes] + [tree.root.parent] * bool(changes)):
+    kept = tree.root.parent / BACKUP
+    real = not kept.is_symlink() and (kept.is_dir() or not kept.exists())
+    expect(real or not changes, "target", f"{kept}, which is no folder", "one for the originals, or nothing there")
+    folders = [change.path.parent for change in changes] + [tree.root.parent] * bool(changes)
+    compiled = [folder / "__pycache__" for folder in folders]
+    below = [pathlib.Path(where) for where, _, _ in os.walk(kept)] if changes else []
+    for folder in dict.fromkeys([*folders, *(folder for folder in compiled if folder.exists()), *below]):
         allowed = "a folder that this user may write to (an environment of your own, or its owner)"
         expect(os.access(folder, os.W_OK), "target", f"{folder}, without the permission to write there", allowed)
 
@@ -369,13 +306,20 @@ def _write(changes: list[Change]) -> None:
 
 
 def _put(path: pathlib.Path, data: bytes) -> None:
-    """``data`` in ``path``, with its mode, and nothing that Python compiled before: it may be told not to compare the two."""
-    mode = stat.S_IMODE(path.stat().st_mode)
+    """``data`` in ``path``, whose it was and as it was allowed, and nothing that Python compiled from it before."""
+    was = path.stat()
     if path.read_bytes() != data:
         write_whole(path, data)
-        path.chmod(mode)
+        path.chmod(stat.S_IMODE(was.st_mode))
+        _own(path, was)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink(missing_ok=True)
+
+
+def _own(path: pathlib.Path, like: os.stat_result) -> None:
+    """Root leaves files to whom they were, who could not revert otherwise."""
+    if os.geteuid() == 0:
+        os.chown(path, like.st_uid, like.st_gid)
 
 
 def _forget_backups(tree: Tree) -> None:
@@ -386,5 +330,5 @@ def _forget_backups(tree: Tree) -> None:
         if _digest(tree.root / target.path) == target.before:
             kept.unlink(missing_ok=True)
     for below, _, _ in os.walk(folder, topdown=False):
-        if not os.listdir(below):
+        with contextlib.suppress(OSError):  # not empty, or another process was first
             os.rmdir(below)

@@ -5,13 +5,15 @@ In them are designs that may be chosen by themselves (status ``on``) and their c
 stage of ours. The last are not timed. They count as SGLang's pair, with the time of the stage that is ours in place of that of
 SGLang's same stage. That is good enough against SGLang's pair itself, of which it differs by one stage; against a way that was
 timed it has to be ``ESTIMATE`` times as fast. In the race with a plan, what makes none has SGLang's count-and-sort behind it,
-which takes what it takes behind SGLang's pair.
+which takes what it takes behind SGLang's pair; or behind its two stages, where these are faster one by one, as they are where
+a GEMM of two kernels leaves a hole in front of the selection.
 
-A way in which no row depends on its batch wins where the fastest, of another kind, is less than ``STABLE`` times as fast. The
-winner gives a band to each of its designs: a chain ``a+b`` to both, a single stage before or behind SGLang's to its
-one design. Where it is one design for both stages, those that ``choose`` asks after it race on for the second place: their
-bands change nothing where the first can run, and are what to run where it cannot (not built here, no words left in a graph).
-Whatever is not faster than SGLang's gets nothing, and so does everything at a row count where SGLang's was not timed.
+A way that gives a row the same bits in all batches that it takes wins where the fastest, of another kind, is less than
+``STABLE`` times as fast. The winner gives a band to each of its designs: a chain ``a+b`` to both, a single stage before or
+behind SGLang's to its one design. Where it is one design for both stages, those that ``choose`` asks after it race on for the
+second place: their bands change nothing where the first can run, and are what to run where it cannot (not built here, no
+words left in a graph). Whatever is not faster than SGLang's gets nothing, and so does everything at a row count where
+SGLang's was not timed.
 
 A row count between two that were measured is decided by the larger one: under CUDA graphs SGLang pads a batch up to the next
 size that it captured, and a design that ends at 16 rows must not be chosen at 17 because of what it did at 16. So a winner at
@@ -113,7 +115,9 @@ def ways(times: Iterable[Time], *, plan: bool, rounded: bool = False) -> tuple[f
     times = list(times)
     theirs = {time.stages: time.us for time in times if not time.ours and HOST.get(time.stages) == time.design}
     pair, planned = theirs.get(ROUTER), theirs.get(PLANNED)
-    align = None if pair is None or planned is None else max(0.0, planned - pair)
+    alone = theirs["gate"] + theirs["selection"] if {"gate", "selection"} <= set(theirs) else None
+    router = min((us for us in (pair, alone) if us is not None), default=None)
+    align = None if router is None or planned is None else planned - router
     found = []
     for time in times:
         if not time.ours or not races_alone(time.design):
@@ -126,23 +130,26 @@ def ways(times: Iterable[Time], *, plan: bool, rounded: bool = False) -> tuple[f
             continue  # it would make one
         if plans and planned is None:
             continue  # nothing to be faster than
-        router = [stage for stage in stages if stage != PLAN_STAGE]
-        if len(router) == 2:
+        steps = [stage for stage in stages if stage != PLAN_STAGE]
+        if len(steps) == 2:
             way = Way(names[0], names[-1], time.us)
-        elif rounded or pair is None or router[0] not in theirs:
+        elif rounded or pair is None or steps[0] not in theirs:
             continue
         else:
-            place = (names[0], "host") if router == ["gate"] else ("host", names[0])
-            way = Way(*place, pair - theirs[router[0]] + time.us, estimated=True)
-        behind = align or 0.0 if plan and not plans else 0.0
-        found.append(way._replace(us=round(way.us + behind, 3)))
+            place = (names[0], "host") if steps == ["gate"] else ("host", names[0])
+            way = Way(*place, pair - theirs[steps[0]] + time.us, estimated=True)
+        if plan and not plans and planned is not None:
+            if align is None or align <= 0:
+                continue  # what is behind it is not known
+            way = way._replace(us=way.us + align)
+        found.append(way._replace(us=round(way.us, 3)))
     return planned if plan and planned is not None else pair, found
 
 
 def best(found: Sequence[Way]) -> Way:
     """The winner among these, one or more."""
     fastest = min(found, key=lambda way: way.rank)
-    stable = (way for way in found if way.row_stable and way.rank[0] < STABLE * fastest.rank[0])
+    stable = (way for way in found if way.row_stable and way.us < STABLE * fastest.us)
     return min(stable, key=lambda way: way.rank, default=fastest)
 
 

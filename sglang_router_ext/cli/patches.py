@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from sglang_router_ext import patch_trial
 from sglang_router_ext import patches as patching
 from sglang_router_ext.cli.app import Ticker, app, console, print_json
 
@@ -58,7 +59,7 @@ def check(names: Names = None, *, target: Folder = None, as_json: AsJson = False
     """Apply each patch to a copy of SGLang, run its test there, revert it and compare every byte. Changes nothing."""
     tree = patching.find_tree(target)
     with Ticker("check") as ticker:
-        found = patching.check(patching.pick(names), tree, ticker.say)
+        found = patch_trial.check(patching.pick(names), tree, ticker.say)
     for one in found:
         if not one.passed:
             typer.echo(f"{one.name}:\n{one.output}", err=True)

@@ -15,7 +15,7 @@ from base64 import urlsafe_b64decode
 import pytest
 from typer.testing import CliRunner
 
-from sglang_router_ext import TESTED_SGLANG, doctor, patches
+from sglang_router_ext import TESTED_SGLANG, doctor, patch_trial, patches
 from sglang_router_ext.cli import app
 from sglang_router_ext.contract import ContractError
 from sglang_router_ext.plugin import hooks
@@ -333,18 +333,18 @@ def test_the_series_is_complete_and_of_the_wheel():
 
 
 def test_each_applies_alone_and_all_together_to_a_copy(tmp_path):
-    copy = patches.copy_of(patches.find_tree(), tmp_path.resolve() / "sglang")
-    before = patches._contents(copy)
+    copy = patch_trial.copy_of(patches.find_tree(), tmp_path.resolve() / "sglang")
+    before = patch_trial._contents(copy)
     assert len(before) == 6
     for chosen in ([patch] for patch in patches.pick()):
         patches.apply(chosen, copy)
         assert [patch.name for patch in patches.pick() if str(patches.look(patch, copy)) == "applied"] == [chosen[0].name]
         patches.revert(chosen, copy)
-        assert patches._contents(copy) == before
+        assert patch_trial._contents(copy) == before
     patches.apply(patches.pick(), copy)
     assert {str(patches.look(patch, copy)) for patch in patches.pick()} == {"applied"}
     patches.revert(patches.pick(), copy)
-    assert patches._contents(copy) == before
+    assert patch_trial._contents(copy) == before
 
 
 SERVED = """
@@ -428,7 +428,7 @@ print("SEEN " + json.dumps(seen))
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """What the plugin does in stock SGLang and in a patched one, where the patches' own tests run too."""
-    copy = patches.copy_of(patches.find_tree(), tmp_path_factory.mktemp("copy").resolve() / "sglang")
+    copy = patch_trial.copy_of(patches.find_tree(), tmp_path_factory.mktemp("copy").resolve() / "sglang")
     patches.apply(patches.pick(), copy)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     asked = {"SGLANG_REQUIRE_PLUGINS": "1", "SGLANG_PLUGINS": "router_ext", "CUDA_VISIBLE_DEVICES": ""}
@@ -509,3 +509,53 @@ def test_doctor_says_how_far_patches_are(small, monkeypatch) -> None:
     assert said() == ("note", "changed tree: srt/b.py")
     monkeypatch.setattr(patches, "find_tree", functools.partial(patches.Tree, small.root, "0.5.22"))
     assert said() == ("note", "another SGLang version: 0.5.22")
+
+
+def test_a_folder_of_originals_that_is_none_is_refused_before_anything_is_written(small, tmp_path) -> None:
+    kept = small.root.parent / patches.BACKUP
+    for make in (lambda: kept.symlink_to(tmp_path), lambda: kept.write_text("x")):
+        make()
+        with pytest.raises(ContractError, match="which is no folder"):
+            patches.apply(patches.pick(), small)
+        assert patches.look(patches.pick()[0], small).state == patches.NOT_APPLIED
+        kept.unlink()
+
+
+def test_what_cannot_be_read_or_removed_is_refused_in_words(small, monkeypatch) -> None:
+    compiled = small.root / "srt/__pycache__"
+    compiled.mkdir(exist_ok=True)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: pathlib.Path(path) != compiled and allowed(path, mode))
+    with pytest.raises(ContractError, match="__pycache__, without the permission to write there"):
+        patches.apply(patches.pick(), small)
+
+    def closed(_path: pathlib.Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", closed)
+    with pytest.raises(ContractError, match=r"^target: got .*srt/a.py: Permission denied, allowed: a file that can be read"):
+        patches._digest(small.root / "srt/a.py")
+
+
+def test_root_leaves_files_to_whom_they_were(small, monkeypatch) -> None:
+    owners: dict[str, tuple[int, int]] = {}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, user, group: owners.update({pathlib.Path(path).name: (user, group)}))
+    patches.apply(patches.pick(), small)
+    mine = small.root.stat()
+    assert owners == dict.fromkeys(("a.py", "b.py", "srt", "sglang", patches.BACKUP), (mine.st_uid, mine.st_gid))
+
+
+def test_tests_that_run_end_where_a_later_patch_cannot_be_tried(monkeypatch) -> None:
+    started = []
+
+    def run(_patch: patches.Patch, _tree: patches.Tree) -> subprocess.Popen[str]:
+        if started:
+            raise ContractError("no more")
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], text=True))
+        return started[0]
+
+    monkeypatch.setattr(patch_trial, "run_test", run)
+    with pytest.raises(ContractError, match="no more"):
+        patch_trial.check(patches.pick(), patches.find_tree())
+    assert started[0].poll() is not None

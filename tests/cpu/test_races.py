@@ -71,6 +71,21 @@ def test_a_way_in_which_no_row_depends_on_its_batch_may_take_a_little_longer(us:
     assert alone.races[0].ours == "split_gemm+warp_select"
 
 
+def test_what_makes_no_plan_has_a_time_with_one_only_where_that_of_count_and_sort_is_known() -> None:
+    chain, single = ours(8, "small_rows+warp_select", 9.0), ours(8, "single", 12.0, PLANNED)
+    slow = theirs(8, pair=17.1, planned=17.0, gate=8.1, top=4.3)  # a pair that is slower than its two stages
+    assert race([*slow, chain, single], [8], plan=True).races[0].ours == "single"  # 9.0 and 4.6 behind it
+    none = [time for time in theirs(8, pair=None, planned=17.0) if time.stages != "selection"]
+    assert race([*none, chain, single], [8], plan=True).races[0].ours == "single"
+    odd = theirs(8, pair=17.0, planned=12.1, gate=8.1, top=4.3)
+    assert race([*odd, chain, single], [8], plan=True).races[0].ours == "single"
+
+
+def test_the_margin_of_an_estimate_is_not_one_of_a_stable_way_too() -> None:
+    times = [*theirs(512, pair=12.0, gate=6.0, top=5.0), ours(512, "warp_select", 3.2, "selection")]
+    assert race([*times, ours(512, "tensor_pair", 11.7)], [512], plan=False).races[0].ours == "host+warp_select"
+
+
 def test_a_chain_gives_its_band_to_both_designs() -> None:
     times = [*theirs(4), ours(4, "small_rows+warp_select", 4.0), ours(4, "pair", 4.5)]
     assert texts(race(times, [4], plan=False).bands) == {"warp_select": ["4"], "small_rows": ["4"]}

@@ -13,8 +13,8 @@ from sglang_router_ext.bench import record
 from sglang_router_ext.bench.cases import CASES
 from sglang_router_ext.bench.races import STABLE
 from sglang_router_ext.bench.record import BenchRecord
-from sglang_router_ext.choose import choose, reasons
-from sglang_router_ext.contract import ContractError, gpu_by_name
+from sglang_router_ext.choose import choose, groups_refused, reasons
+from sglang_router_ext.contract import ContractError, Problem, gpu_by_name
 from sglang_router_ext.designs import TABLE
 from sglang_router_ext.gate.small_rows import CHUNK, MAX_SLICES, TUNED, config
 from sglang_router_ext.selection.warp_select import groups, vectorised
@@ -79,6 +79,15 @@ def test_bands_are_where_the_records_show_no_loss_to_sglang() -> None:
             judged += peer is not None
             assert peer is None or median_us < peer, f"{name} on {case} rows {rows}: {median_us}, {peer}"
     assert judged > 200
+
+
+def test_groups_are_selected_from_only_where_every_warp_of_a_team_is_full() -> None:
+    """The lanes of a warp share groups of 32; a team's warps have even shares of the experts."""
+    for experts in range(128, 1025, 128):
+        problem = Problem(experts=experts, hidden=4096, topk=8, groups=experts // 32, groups_kept=2)
+        for design in (one for one in TABLE.values() if one.group_experts is not None):
+            full = 128 * groups(experts) == experts
+            assert (groups_refused(design, problem) is None) == full, f"{design.name}, {experts}"
 
 
 @pytest.mark.parametrize("plan", [True, False])
