@@ -266,7 +266,6 @@ DESIGNS: tuple[Design, ...] = (
         archs=HOPPER_UP,
         **_ALL_SELECTIONS,
         max_topk=24,
-        rows=Rows(1, 8_388_480),  # 128 ranges of as many as 16 bits count
         numerics=Numerics.EXACT_IDS,
         row_stable=True,
         twins=("warp_select",),

@@ -117,13 +117,6 @@ def test_deterministic_inference_takes_nothing_that_is_on_trial_and_nothing_with
         assert "lost" in choice.losers["tensor_pair"] and choice.selection != "tensor_pair"
 
 
-def test_no_plan_is_asked_of_more_rows_than_can_be_counted() -> None:
-    most = TABLE["select_plan"].rows.last
-    assert most is not None and range_rows(most) == 2**16 - 1 and range_rows(most + 1) == 2**16
-    assert choose(GLM, most, H200, backend="router_ext_single").selection == "select_plan"
-    assert choose(GLM, most + 1, H200, backend="router_ext_single").selection == "warp_select"
-
-
 def test_prefills_of_like_size_share_what_was_learned_of_their_plan() -> None:
     forms, small, large = Forms(), PlanForm(kind="aligned", block=64), PlanForm(kind="aligned", block=128)
     for rows in (127, 128, 200, 8000):
