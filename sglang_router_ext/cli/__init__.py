@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_router_ext.cli import demo, flips, launch, machine, measure, patches, precision, table, tune
+from sglang_router_ext.cli import demo, flips, launch, machine, measure, patches, precision, profile, table, tune
 from sglang_router_ext.cli.app import app
 
-__all__ = ["app", "demo", "flips", "launch", "machine", "main", "measure", "patches", "precision", "table", "tune"]
+__all__ = ["app", "demo", "flips", "launch", "machine", "main", "measure", "patches", "precision", "profile", "table", "tune"]
 
 
 def main() -> None:

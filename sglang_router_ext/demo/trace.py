@@ -28,7 +28,7 @@ SELECTION = re.compile(
     r"warp_select_kernel|select_ranges_kernel|triton_select_kernel|_router_triton_kernel|moe_fused_gate|route_radix|radix_gate|topkGating|moeTopK"
     r"|grouped_topk|fused_topk"
 )
-ROUTER = re.compile(r"(?:^|[\s:])single_kernel\b")
+ROUTER = re.compile(r"(?:^|[\s:])(?:single|hash_rows)_kernel\b")
 SORTING = re.compile(r"moe_align|count_and_sort|sort_expert|many_blocks")
 """Kernels that sort slots by expert, SGLang's and ours."""
 NORM = re.compile(r"norm", re.IGNORECASE)
