@@ -81,7 +81,7 @@ CASES = {
             problem=Problem(experts=160, hidden=5120, topk=8, weight_dtype="float32"),
             layers=89,
             served_by="Glm4MoeForCausalLM",
-            what="fp32 gate weight",
+            what="fp32 gate weight (SGLang's without TF32)",
         ),
         Case(
             name="glm-4.6-bf16",
@@ -95,14 +95,14 @@ CASES = {
             problem=Problem(experts=128, hidden=4096, topk=8, weight_dtype="float32"),
             layers=45,
             served_by="Glm4MoeForCausalLM",
-            what="fp32 gate weight",
+            what="fp32 gate weight (SGLang's without TF32)",
         ),
         Case(
             name="minimax-m2",
             problem=Problem(experts=256, hidden=3072, topk=8, weight_dtype="float32"),
             layers=62,
             served_by="MiniMaxM2ForCausalLM",
-            what="fp32 gate weight",
+            what="fp32 gate weight (SGLang's without TF32)",
         ),
         Case(
             name="glm-4.5-air-bf16",

@@ -40,9 +40,9 @@ def test_a_wide_weight_is_split_where_no_design_for_few_rows_takes_it() -> None:
     assert names(glm46, 16) == ("pair", "pair")
     assert names(glm46, 1024) == ("split_gemm", "warp_select")
     assert names(glm46, 129, backend="router_ext_single") == ("split_gemm", "select_plan")
-    assert names(glm46, 1024, backend="router_ext") == ("split_gemm", "select_plan")
+    assert names(glm46, 1024, backend="router_ext") == ("host", "select_plan")
     assert names(glm46, 8193, backend="router_ext") == ("host", "host")
-    assert names(glm46, 1024, backend="router_ext", plan=False) == ("split_gemm", "warp_select")
+    assert names(glm46, 1024, backend="router_ext", plan=False) == ("host", "warp_select")
     assert reasons(TABLE["split_gemm"], GLM, 1024, H200) == ["bfloat16 gate weight: takes float32"]
 
 

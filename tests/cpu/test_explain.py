@@ -75,9 +75,8 @@ def test_sglangs_path_is_on_record_only_where_a_race_put_it_there() -> None:
 
 
 def test_nothing_is_measured_beyond_the_most_rows_on_record() -> None:
-    wide = CASES["glm-4.6"].problem
-    assert explained(8192, wide, "router_ext_pair") == "split_gemm + warp_select: on record"
-    assert explained(8193, wide, "router_ext_pair") == "split_gemm + warp_select: named (not measured)"
+    assert explained(8192, backend="router_ext_single") == "cublas_gemm + select_plan: gate on trial, selection on record"
+    assert explained(8193, backend="router_ext_single").endswith("gate on trial, selection named (not measured)")
 
 
 @pytest.mark.parametrize("backend", ["router_ext", "router_ext_pair", "router_ext_single"])
