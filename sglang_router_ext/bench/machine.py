@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 from sglang_router_ext import __version__
@@ -48,6 +49,18 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if gpu() is not None else 0
+
+
+@contextlib.contextmanager
+def tf32(*, allowed: bool) -> Iterator[None]:
+    """Inside, PyTorch's GEMMs of fp32 on a GPU round their operands to TF32, or do not."""
+    import torch
+
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def versions() -> dict[str, str | None]:

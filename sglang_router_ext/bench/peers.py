@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_router_ext.agreement import BF16_ROUNDING, Result, compare, logit_bound
-from sglang_router_ext.bench import flush
+from sglang_router_ext.bench import flush, machine
 from sglang_router_ext.bench.inputs import Inputs, bias_of
 from sglang_router_ext.contract import Problem
 from sglang_router_ext.designs import PLAN_STAGE, Design, Numerics
@@ -129,14 +129,13 @@ def _torch_bf16(problem: Problem, inputs: Inputs) -> Call:
 
 
 def _sglang_gate(problem: Problem, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """ReplicatedLinear's GEMM where logits are bf16; else MoEGate's choice: fp32 weights through F.linear, the tiny GEMM up to
-    16 rows, linear_bf16_fp32 above.
-    """
+    """ReplicatedLinear's GEMM where logits are bf16; F.linear of fp32 weights, in TF32 as servers of GLM-4 and MiniMax-M2 have
+    it; else MoEGate's choice: the tiny GEMM up to 16 rows, linear_bf16_fp32 above."""
     if problem.logits_dtype == "bfloat16":
         _require(problem.weight_dtype == "bfloat16", f"{problem}: SGLang has bf16 logits of bf16 gate weights only")
         return lambda: torch.nn.functional.linear(inputs.hidden, inputs.weight)
     if problem.weight_dtype == "float32":
-        return lambda: torch.nn.functional.linear(inputs.hidden.float(), inputs.weight)
+        return machine.tf32(allowed=True)(lambda: torch.nn.functional.linear(inputs.hidden.float(), inputs.weight))
     tiny = "sglang.kernels.ops.gemm.tiny_gemm"
     fits = torch.cuda.get_device_capability(inputs.hidden.device)[0] >= 9 and _import(tiny, "can_use_tiny_gemm")(
         problem.experts, problem.hidden, max_m=TINY_GEMM_MAX_ROWS
@@ -395,6 +394,7 @@ def note(peer: str, problem: Problem, rows: int) -> str:
     """What a reader of this peer's time must know; "" for nothing."""
     if peer == "flashinfer-gemm":
         return "bf16 logits"
+    parts = ["TF32"] if problem.weight_dtype == "float32" and "gate" in PEERS[peer].stages and peer.startswith("sglang") else []
     if peer == "sglang-pair+align" and rows * problem.topk > _align_module().SMALL_NUMEL_LIMIT and aot_align_missing():
-        return f"count-and-sort from SGLang's JIT ({aot_align_missing()})"
-    return ""
+        parts.append(f"count-and-sort from SGLang's JIT ({aot_align_missing()})")
+    return "; ".join(parts)

@@ -6,14 +6,14 @@ would do to the layers behind it. Everything runs on the device that the tensors
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 
 from sglang_router_ext import reference
+from sglang_router_ext.bench import machine
 from sglang_router_ext.bench.layers import Layer
 from sglang_router_ext.contract import Problem
 
@@ -160,7 +160,7 @@ def _phase(problem: Problem, phase: str, hidden: torch.Tensor, weight: torch.Ten
         rows = hidden[first : first + CHUNK]
         truth = reference.select(exact, rows.double() @ wide, bias)
         gaps.append(truth.margin)
-        with _no_tf32():
+        with machine.tf32(allowed=False):
             logits = rows.float() @ weight.float().t()
         for name in names:
             found = rounded(exact, logits, bias, name)
@@ -184,16 +184,6 @@ def _median(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _histogram(gaps: torch.Tensor) -> list[int]:
     place = gaps.clamp(10**LOWEST, 10**HIGHEST).log10().float().cpu()
     return [int(count) for count in torch.histc(place, BINS, LOWEST, HIGHEST)]
-
-
-@contextlib.contextmanager
-def _no_tf32() -> Iterator[None]:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def averages(layers: Iterable[LayerReport]) -> list[Average]:

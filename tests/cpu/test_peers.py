@@ -139,3 +139,19 @@ def test_five_lines_of_pytorch_refuse_the_rest(change: dict[str, Any]) -> None:
     for name in ("naive", "torch-bf16"):
         with pytest.raises(peers.Missing, match="the five lines of PyTorch know none"):
             peers.PEERS[name].prepare(problem, small(problem))
+
+
+def test_sglangs_fp32_gate_is_in_tf32_as_its_servers_of_such_models_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Problem(experts=16, hidden=32, topk=4, weight_dtype="float32")
+    inputs, seen, linear = small(wide), [], torch.nn.functional.linear
+
+    def look(*arguments: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        return linear(*arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", look)
+    call = peers.PEERS["sglang-gemm"].prepare(wide, inputs)
+    for _ in range(2):
+        assert peers.PEERS["sglang-gemm"].judge(call(), truth(("gate",), wide, inputs), wide) == []
+    assert seen == [True, True] and not torch.backends.cuda.matmul.allow_tf32
+    assert peers.note("sglang-gemm", wide, 3) == "TF32" and peers.note("sglang-topk", wide, 3) == ""
